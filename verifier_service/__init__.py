@@ -1,1 +1,1 @@
-"""The verifier: the target model, its scheduler, verification and the Generation service."""
+"""The verifier: the target model, its scheduler, verification, and the services for clients."""

@@ -1,4 +1,4 @@
-"""The verifier's process; with an engine's process, the one that talks to clients."""
+"""The verifier's process; with a separate engine process, the client process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verifier_service.host.remote_engine import EngineProxy
 from verifier_service.options import VerifierOptions
 from verifier_service.settings import Settings, check_options
 
-# Calls whose message has not come, at least; twice those that one connection may have.
+# Least limit of calls whose message has not arrived; one connection may have half of them.
 MAX_UNREAD = 1024
 
 
@@ -40,11 +40,11 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
     """
     settings = check_options(options)
     if engine_process is not None:
-        # Its errors come first: a checkpoint that is missing is one without a tokenizer too.
+        # Wait first, for its errors: a missing checkpoint would be reported as one without a tokenizer.
         facts = engine_process.wait_until_ready()
         asyncio.run(_serve(options, settings, EngineProxy(engine_process, facts)))
         return
-    # Loading the target's libraries is for the process that has it.
+    # Only the process with the target loads the target's libraries.
     from verifier_service.host.start import hosting_engine
 
     with hosting_engine(options, settings) as host:
@@ -52,8 +52,8 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
 
 
 def reading_limits(max_open: int) -> ReadingLimits:
-    """Return the limits on unread messages of a verifier that has `max_open` requests at most."""
-    max_unread = max(MAX_UNREAD, max_open)  # a burst that the queue has room for is not refused
+    """Return the limits of unread messages of a verifier with at most `max_open` requests."""
+    max_unread = max(MAX_UNREAD, max_open)  # no refusals of a burst that fits into the queue
     return ReadingLimits(MAX_REQUEST_BYTES, 16, 4, max_unread, max_unread // 2)
 
 

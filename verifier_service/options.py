@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class VerifierOptions:
-    """Options of `draftwire verifier`; None chooses a value for the target and the device."""
+    """Options of `draftwire verifier`; None lets the verifier choose a value."""
 
     target: str
     drafters: str = ""

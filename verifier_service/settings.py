@@ -1,4 +1,4 @@
-"""The options of a verifier, checked: what of them can be said before the target is loaded."""
+"""Checks of a verifier's options before the target is loaded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from verifier_service.options import VerifierOptions
 
 @dataclass(frozen=True)
 class Settings:
-    """What the options mean on this machine."""
+    """Checked options, resolved for this machine."""
 
     config: config_pb2.SpeculativeConfig
     device: torch.device
-    drafters: list[str]  # HOST:PORT, each once
+    drafters: list[str]  # HOST:PORT, without repetitions
     security: ServerSecurity  # towards clients
     drafter_security: ClientSecurity
     carriers: Sequence[draft_pb2.Carrier]
@@ -33,11 +33,7 @@ class Settings:
 
 
 def check_options(options: VerifierOptions) -> Settings:
-    """Return the settings.
-
-    Raises:
-        DraftwireError: Says what is wrong with an option.
-    """
+    """Return the settings; raise DraftwireError for a wrong option."""
     config = parse_speculative_config(options.speculative_config)
     drafters = list(dict.fromkeys(address.strip() for address in options.drafters.split(",") if address.strip()))
     security, drafter_security = _security(options)
@@ -89,8 +85,8 @@ def _security(options: VerifierOptions) -> tuple[ServerSecurity, ClientSecurity]
 
 
 def _schedules_ahead(options: VerifierOptions, device: torch.device) -> bool:
-    """Return whether steps are launched ahead: not on a CPU, which computes at the launch, nor for a split target,
-    whose ranks get the tokens from the host."""
+    """Return whether scheduling is asynchronous. By default it is not on a CPU, which computes during the launch; it
+    never is with a split target, whose ranks get the tokens from the host."""
     is_split = options.tensor_parallel_size > 1
     if options.async_scheduling and is_split:
         raise InvalidArgumentError("async_scheduling", True, "allowed: with tensor_parallel_size = 1")

@@ -200,7 +200,7 @@ def test_a_step_that_is_counted_late_has_no_time_of_the_next_one(scene, late):
         if i % 2:  # the step before
             scene.times.end_step(StepMarks(*map(Mark, (begin - 4.25, begin - 1.25, begin - 1))))
         scene.spend(Phase.SAMPLE, 3.25 - late)
-        scene.times.land()
+        scene.times.finish_step()
         if i % 2:
             scene.times.end_step(StepMarks(*map(Mark, (begin, begin + 3, begin + 3.25))))
     assert times_of(scene) == pytest.approx({"wire_s": 3, "verify_s": 12, "sample_s": 1, "host_s": 1})

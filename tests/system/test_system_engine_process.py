@@ -172,7 +172,7 @@ def test_an_engine_that_hangs_is_killed_when_it_is_to_end(ending):
         os.kill(engine, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 1
-    assert "its process is killed" in process.log_text()
+    assert "killing the engine's process" in process.log_text()
     assert "Error: the engine or a rank of the target failed; the log says why" in process.log_text()
 
 

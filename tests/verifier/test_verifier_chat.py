@@ -59,7 +59,9 @@ def test_a_final_assistant_message_is_continued_where_asked(codec: TextCodec) ->
 
 @pytest.mark.parametrize("last", [USER, {"role": "assistant", "content": " "}], ids=["user", "empty"])
 def test_only_an_assistant_s_text_is_continued(codec: TextCodec, last: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgumentError, match="continue_final_message = True: allowed: where the last message is"):
+    with pytest.raises(
+        InvalidArgumentError, match="continue_final_message = True: allowed only if the last message is"
+    ):
         rendered(codec, [USER, last], continue_final_message=True)
 
 

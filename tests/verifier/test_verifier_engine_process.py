@@ -137,7 +137,7 @@ def test_loss_of_the_process_ends_present_and_later_requests():
                 with pytest.raises(grpc.RpcError) as ended:
                     await outputs_of(call)
                 assert ended.value.code() == grpc.StatusCode.INTERNAL
-                assert ended.value.details() == "the engine's process has ended by itself; the server's log says more"
+                assert ended.value.details() == "the engine's process has ended by itself; the server's log says why"
             with pytest.raises(grpc.RpcError) as unanswered:
                 await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
             assert unanswered.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -188,7 +188,7 @@ def test_a_call_that_cannot_be_told_or_taken_ends_alone():
             with pytest.raises(grpc.RpcError) as refused:
                 await outputs_of(stub.Generate(request()))
             assert refused.value.code() == grpc.StatusCode.INTERNAL
-            assert refused.value.details() == "the request cannot be taken: too many open files"
+            assert refused.value.details() == "the request cannot be submitted: too many open files"
             assert is_whole(await outputs_of(stub.Generate(request())))
         assert not one.has_failed.is_set()
 

@@ -48,7 +48,7 @@ def test_the_same_files_have_the_same_digest(tmp_path: Path):
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path):
-    with pytest.raises(UnavailableError, match="has no file of a tokenizer"):
+    with pytest.raises(UnavailableError, match="has no tokenizer files"):
         list(ModelFiles(tmp_path).chunks())
 
 

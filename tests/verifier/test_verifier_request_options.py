@@ -167,7 +167,7 @@ def test_priorities_need_their_policy() -> None:
     request = ids_request([3])
     request.priority = -1
     (answer,) = answers(None, [request])
-    assert answer.details == "priority = -1: allowed: 0, since this server runs without --scheduling-policy priority"
+    assert answer.details == "priority = -1: allowed: 0, because this server runs without --scheduling-policy priority"
 
     async def run() -> Answer:
         async with served(None, RequestRules(takes_priorities=True)) as stub:

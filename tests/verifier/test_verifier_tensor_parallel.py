@@ -193,9 +193,7 @@ def whole(options) -> Target:
     return start_target(options, config, CPU)[0]
 
 
-def run_both(
-    whole: Target, split: Target, workers: Workers, steps: list[ForwardInput]
-) -> list[list[ForwardOutput]]:
+def run_both(whole: Target, split: Target, workers: Workers, steps: list[ForwardInput]) -> list[list[ForwardOutput]]:
     """What both compute in each step."""
     runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K, CONTEXT) for target in (whole, split)]
     runs = runners[0].run, workers.lead(runners[1].run)
@@ -377,6 +375,6 @@ def test_options_that_a_split_target_cannot_have_are_refused(option, monkeypatch
 def test_every_rank_needs_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert rank_device(torch.device("cuda", 1), Rank(1, 2)) == torch.device("cuda", 2)
-    message = "tensor_parallel_size = 3: one GPU a rank from cuda:1 on, of which this machine has 2; allowed: 1 to 2"
+    message = "tensor_parallel_size = 3: needs one GPU per rank from cuda:1 on; this machine has 2; allowed: 1 to 2"
     with pytest.raises(InvalidArgumentError, match=message):
         rank_device(torch.device("cuda", 1), Rank(0, 3))

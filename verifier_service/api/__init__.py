@@ -1,1 +1,1 @@
-"""The services that clients call, and their one path into the engine."""
+"""The services that clients call, and their common path into the engine."""

@@ -1,4 +1,4 @@
-"""The prefix cache's blocks as SubscribeKvEvents tells them: a snapshot for each subscriber, then every change."""
+"""Events of SubscribeKvEvents: a snapshot of the prefix cache's blocks for each subscriber, then every change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from draftwire.contract.errors import StalledClientError
 from draftwire.model.kv_cache import BLOCK_SIZE
 from verifier_service.core.cache_events import BlockRemoved, BlocksStored, CacheEvent, DeliverCacheEvents
 
-# Batches that wait for a subscriber that does not read; then its stream ends, and it comes again for a snapshot.
+# Most batches that wait for a subscriber. Then the stream ends; the subscriber can subscribe again for a snapshot.
 MAX_WAITING = 4096
 # Blocks in one message of a snapshot.
 SNAPSHOT_BLOCKS = 1024
 
 
 class KvEventHub:
-    """Knows all blocks that can be found and sends their changes to subscribers. Used on one event loop.
+    """Tracks all blocks that can be found and sends their changes to subscribers. Used on one event loop.
 
-    Sequence numbers count microseconds when the hub begins, so that no number of an earlier process is taken for one of
-    this process.
+    The first sequence number is the time in microseconds, so that numbers of different processes differ.
     """
 
     def __init__(
@@ -31,12 +30,12 @@ class KvEventHub:
         max_waiting: int = MAX_WAITING,
         snapshot_blocks: int = SNAPSHOT_BLOCKS,
     ) -> None:
-        """`watch` is called at the first subscription, with what takes the events."""
+        """`watch` is called at the first subscription, with the function that takes the events."""
         self._max_waiting = max_waiting
         self._snapshot_blocks = snapshot_blocks
         self._watch = watch
         self._is_watching = False
-        self._blocks: dict[int, BlocksStored] = {}  # each alone, by its hash
+        self._blocks: dict[int, BlocksStored] = {}  # one block each, by hash
         self._subscribers: dict[asyncio.Queue[common_pb2.KvEventBatch | None], None] = {}
         self._sequence = time.time_ns() // 1000
         self._num_events = 0
@@ -99,7 +98,7 @@ class KvEventHub:
             yield batch
 
     def _parents_first(self) -> list[BlocksStored]:
-        """Return all blocks, each behind its parent if that is known."""
+        """Return all blocks, each after its parent if the parent is known."""
         ordered: dict[int, BlocksStored] = {}
         for block in self._blocks.values():
             path = [block]
@@ -110,7 +109,7 @@ class KvEventHub:
 
 
 def _split(event: BlocksStored) -> Iterator[BlocksStored]:
-    """Yield the blocks of an event, each alone."""
+    """Yield one event for each block of an event."""
     parent = event.parent
     for index, block_hash in enumerate(event.hashes):
         tokens = event.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

@@ -1,4 +1,4 @@
-"""What a gateway wants of the target's directory: its tokenizer as an archive, and facts of its configuration."""
+"""What gateways need of a target's directory: an archive of the tokenizer, and fields of the configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES = (
 )
 _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Time stamps in an archive would give the same files another digest.
+# With real time stamps, equal files would have archives with different digests.
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -37,7 +37,7 @@ class ModelFiles:
 
     @cached_property
     def archive(self) -> bytes:
-        """Return a zip archive of the tokenizer's files, the same for the same files.
+        """Return a zip archive of the tokenizer's files; equal files give equal archives.
 
         Raises:
             UnavailableError: If the directory has no such file.
@@ -45,7 +45,7 @@ class ModelFiles:
         names = [name for name in _FILES if (self.directory / name).is_file()]
         names += sorted({path.name for pattern in _PATTERNS for path in self.directory.glob(pattern)})
         if not names:
-            raise UnavailableError(f"{self.directory}: has no file of a tokenizer")
+            raise UnavailableError(f"{self.directory}: has no tokenizer files")
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in names:
@@ -62,11 +62,7 @@ class ModelFiles:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return config.json.
-
-        Raises:
-            CheckpointError: If the file is missing or not a JSON object.
-        """
+        """Return config.json; raise CheckpointError if it is missing or not a JSON object."""
         return read_config(self.directory)
 
     @cached_property
@@ -81,12 +77,12 @@ class ModelFiles:
         return list(dict.fromkeys(_ids(self.config, "eos_token_id") + _ids(self.generation_config, "eos_token_id")))
 
     def token_id(self, name: str) -> int:
-        """Return the first of the ids under that name of config.json; 0 without one."""
+        """Return the first id of the field `name` of config.json; 0 without one."""
         return next(iter(_ids(self.config, name)), 0)
 
     @property
     def sampling_defaults(self) -> str:
-        """Return the sampling parameters of generation_config.json as a JSON object; empty when it has none."""
+        """Return the sampling parameters of generation_config.json as a JSON object; empty without any."""
         given = {key: self.generation_config.get(key) for key in _SAMPLING_DEFAULTS}
         defaults = {key: value for key, value in given.items() if value is not None}
         return json.dumps(defaults) if defaults else ""

@@ -1,4 +1,4 @@
-"""From a request as it came to one that the engine can take: validated and tokenised."""
+"""Validate and tokenise a client's request for the engine."""
 
 from __future__ import annotations
 
@@ -23,30 +23,24 @@ LONGEST_BAD_WORD = limits_of(config_pb2.TokenSequence(), "ids").max_items
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The operator's choices that concern single requests."""
+    """The operator's rules for requests."""
 
-    takes_priorities: bool = False  # whether a request may have another priority than 0
-    default_sampling_params: config_pb2.SamplingParams | None = None  # in place of the contract's
+    takes_priorities: bool = False  # whether a request may have a priority other than 0
+    default_sampling_params: config_pb2.SamplingParams | None = None  # replace the contract's defaults
 
 
 DEFAULT_RULES = RequestRules()
 
 
-
-
 class RequestPreparer:
-    """Checks requests against the engine's facts and tokenises their prompts. Keeps nothing of a request.
+    """Checks requests against the engine's facts and tokenises their prompts. Stores nothing of a request.
 
     Attributes:
-        prompts: Reads their prompts.
+        prompts: Reads the prompts of requests.
     """
 
     def __init__(
-        self,
-        facts: EngineFacts,
-        codec: TextCodec | None,
-        config: config_pb2.SpeculativeConfig,
-        rules: RequestRules,
+        self, facts: EngineFacts, codec: TextCodec | None, config: config_pb2.SpeculativeConfig, rules: RequestRules
     ) -> None:
         self._facts = facts
         self._rules = rules
@@ -56,7 +50,7 @@ class RequestPreparer:
         self._numbers = itertools.count()
 
     def prepare(self, request: GenerateRequest, request_id: str, traceparent: str) -> Submission:
-        """Return the validated request; may be called in any thread.
+        """Return the validated request; thread-safe.
 
         Raises:
             InvalidArgumentError: Names the field, its value and what is allowed.
@@ -80,11 +74,10 @@ class RequestPreparer:
         )
 
     def num_outputs(self, request: GenerateRequest) -> int:
-        """Return the outputs that a request wants.
+        """Return the number of outputs that a request wants.
 
         Raises:
-            InvalidArgumentError: If there is never room for so many, or if the number is not allowed by the
-                contract.
+            InvalidArgumentError: If this server never has room for them, or the contract does not allow the number.
         """
         if not request.HasField("n"):
             return 1
@@ -96,12 +89,12 @@ class RequestPreparer:
 
     def _priority(self, request: GenerateRequest) -> int:
         if request.priority != 0 and not self._rules.takes_priorities:
-            allowed = "allowed: 0, since this server runs without --scheduling-policy priority"
+            allowed = "allowed: 0, because this server runs without --scheduling-policy priority"
             raise InvalidArgumentError("priority", request.priority, allowed)
         return request.priority
 
     def _sampling_params(self, given: config_pb2.SamplingParams) -> config_pb2.SamplingParams:
-        """Return the parameters with their defaults, bad words as token ids."""
+        """Return the parameters with defaults, and with bad words as token ids."""
         params = config_pb2.SamplingParams()
         params.CopyFrom(given)
         for field in ("stop", "bad_words"):
@@ -112,7 +105,7 @@ class RequestPreparer:
         return resolve_sampling_params(params, self._facts.vocab_size, self._rules.default_sampling_params)
 
     def _grammar(self, params: config_pb2.SamplingParams) -> GrammarSource | None:
-        """Return the grammar of a request with structured output; the engine's side compiles it."""
+        """Return the grammar of a request with structured output; the engine's process compiles it."""
         if not params.HasField("structured_output"):
             return None
         if self._codec is None:
@@ -142,7 +135,7 @@ class RequestPreparer:
 
 
 def _noise_keys(params: config_pb2.SamplingParams, index: int) -> NoiseKeys:
-    """Return the keys of an output: those of the seed plus its index, modulo 2^64; without a seed of a random one."""
+    """Return the keys of an output: of the seed plus the output's index, modulo 2^64, or of a random seed."""
     seed = secrets.randbits(63)
     if params.HasField("seed"):
         seed = (params.seed + index + 2**63) % 2**64 - 2**63

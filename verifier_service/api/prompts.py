@@ -1,4 +1,4 @@
-"""From the prompt of a request to token ids."""
+"""Convert the prompts of requests to token ids."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from verifier_service.core.conversation import texts_of
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.host.access import EngineFacts
 
-# Of a token id in a message, and of all that is not the prompt.
+# Most bytes of a token id in a message, and of all fields besides the prompt.
 MAX_ID_BYTES = 5
 OTHER_FIELDS_BYTES = 1024 * 1024
 
 
 class PromptReader:
-    """Tokenises prompts that fit into the context. Keeps nothing of a request."""
+    """Tokenises prompts that fit into the context. Stores nothing of a request."""
 
     def __init__(self, facts: EngineFacts, codec: TextCodec | None) -> None:
         self._vocab_size = facts.vocab_size
@@ -26,21 +26,20 @@ class PromptReader:
         self._codec = codec
 
     def check_message_size(self, request: GenerateRequest | TokenizeRequest | DetokenizeRequest) -> None:
-        """Refuse at once what no prompt can need: such messages must not wait in memory until they are checked.
+        """Raise InvalidArgumentError for a message that is larger than any prompt of this context.
 
-        Raises:
-            InvalidArgumentError: If the message is larger than any prompt of this context can be.
+        Call before the other checks, so that such messages do not wait in memory.
         """
         per_token = max(MAX_ID_BYTES, 0 if self._codec is None else self._codec.longest_token_bytes)
         if (num_bytes := request.ByteSize()) > self._longest * per_token + OTHER_FIELDS_BYTES:
             self._refuse_length(f"a message of {num_bytes} bytes")
 
     def read(self, request: GenerateRequest) -> list[int]:
-        """Return the prompt's token ids, cut to the last `truncate_prompt_tokens`; may be called in any thread.
+        """Return the prompt's token ids, cut to the last `truncate_prompt_tokens`; thread-safe.
 
         Raises:
-            InvalidArgumentError: Names the field: for no prompt, an empty one, one that the context does not hold, one
-                that the tokenizer or the chat template refuses, and a token for which the target has no row.
+            InvalidArgumentError: Names the field, if the prompt is missing, empty, too long for the context or refused
+                by the tokenizer or the chat template, or has a token beyond the vocabulary.
         """
         is_cut = request.HasField("truncate_prompt_tokens")
         if request.WhichOneof("prompt") == "token_ids":
@@ -57,14 +56,14 @@ class PromptReader:
         return token_ids
 
     def tokenise(self, request: TokenizeRequest) -> list[int]:
-        """Return the token ids of a prompt, which may be longer than the context; raises as `read`."""
+        """Return the token ids of a prompt, which may be longer than the context; errors as of `read`."""
         return self._tokenise(request)
 
     def text_of(self, request: DetokenizeRequest) -> str:
         """Return the text of tokens.
 
         Raises:
-            InvalidArgumentError: Without a tokenizer, and for token ids that are too many, outside of the vocabulary or
+            InvalidArgumentError: If there is no tokenizer, or token ids are too many, outside of the vocabulary or
                 without a text.
         """
         token_ids = list(request.token_ids)
@@ -103,7 +102,7 @@ class PromptReader:
         check_token_ids(field, token_ids, self._vocab_size, describe)
 
     def _check_size(self, request: GenerateRequest | TokenizeRequest, codec: TextCodec) -> None:
-        """Refuse, before the prompt is tokenised, what no context can hold."""
+        """Refuse a prompt that is too long for the context before tokenising it."""
         num_bytes = sum(len(text.encode()) for text in (request.text, *texts_of(request.chat)))
         if num_bytes > self._longest * codec.longest_token_bytes:
             self._refuse_length(f"{num_bytes} bytes")

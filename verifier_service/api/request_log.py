@@ -1,4 +1,4 @@
-"""Observability of a request: one log line at its end, and spans if traces are exported."""
+"""Observability of a request: a log line at its end, and spans if traces are exported."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a call: keys and values.
+# Keys and values of a call's metadata.
 Metadata = Iterable[tuple[str, str | bytes]]
 
 PHASES = ("queue", "prefill", "decode")
 
 
 class RequestWatch:
-    """Follows one request. One of its methods is called, once, when the request has ended."""
+    """Follows one request. When the request has ended, exactly one of the methods is called."""
 
     def __init__(self, request_id: str, metadata: Metadata) -> None:
-        """`metadata` are those of the call, with the client's traceparent if it has a trace."""
+        """`metadata` of the call has the client's traceparent if there is a trace."""
         self._request_id = request_id
         self._span: Span | None = None
         if is_exporting():
@@ -38,11 +38,11 @@ class RequestWatch:
 
     @property
     def traceparent(self) -> str:
-        """Of the request's span, for what drafters do for it; empty without a trace."""
+        """Return the traceparent of the request's span, for drafters; empty without a trace."""
         return "" if self._span is None else traceparent_of(self._span)
 
     def refused(self, error: InvalidArgumentError | UnavailableError) -> None:
-        """Log a refused request, without the wrong field's value, which may be the prompt."""
+        """Log a refused request, without the value of the wrong field, which may be the prompt."""
         cause = {"field": error.field} if isinstance(error, InvalidArgumentError) else {"error": str(error)}
         logger.info("request refused", extra=fields(request_id=self._request_id, **cause))
         self._end(cause, "refused")
@@ -60,7 +60,7 @@ class RequestWatch:
         self._end(logged)
 
     def finished(self, last: Sequence[generate_pb2.GenerateResponse]) -> None:
-        """Log each output, by its last message. The span tells the output that ended last."""
+        """Log each output by its last message. The span describes the output that ended last."""
         logged: dict[str, Any] = {}
         for message in last:
             logged = _logged_of(message)
@@ -96,7 +96,7 @@ class RequestWatch:
 
 
 def _logged_of(last: generate_pb2.GenerateResponse) -> dict[str, Any]:
-    """Return what is logged of an output that has ended with that message."""
+    """Return the logged fields of an output with this last message."""
     counts = last.statistics
     length = counts.verify_tokens / counts.verify_steps if counts.verify_steps else None
     return {

@@ -1,6 +1,6 @@
-"""The one path of all client services into the engine: check, tokenise, submit, deliver, end, log.
+"""The path of all client services into the engine: check, tokenise, submit, deliver, end, log.
 
-Each service translates its own request into draftwire.v1's GenerateRequest, and GenerateResponse into its own response.
+Each service translates its requests into draftwire.v1's GenerateRequest, and GenerateResponse into its responses.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ T = TypeVar("T")
 
 @dataclass
 class _OpenOutput:
-    """One output of a request that is being computed or has not been read to its end."""
+    """An output that is being computed or has unread messages."""
 
-    unread: ResponseStream  # of all outputs of the request
+    stream: ResponseStream  # of all outputs of the request
     text: ResponseText
     index: int
-    has_ended: bool = False  # whether its last message, or an error, has come
+    has_ended: bool = False  # whether the engine has delivered the last message or an error
 
 
 class RequestHandler:
-    """Takes requests of all services, hands them to the engine and writes what it gives back. Used on one event loop.
+    """Passes requests of all services to the engine and writes the engine's responses. Used on one event loop.
 
     Attributes:
         codec: The target's tokenizer, or None.
@@ -72,37 +72,37 @@ class RequestHandler:
         on_failure: Callable[[], None],
         rules: RequestRules = DEFAULT_RULES,
     ) -> None:
-        """`on_failure` is called, in any thread, when the engine has failed for good."""
+        """`on_failure` is called after a fatal failure of the engine, in any thread."""
         self.codec = codec
         self._engine = engine
         self._preparer = RequestPreparer(engine.facts, codec, config, rules)
         self._rules = rules
         self._on_failure = on_failure
-        self._outputs: dict[int, _OpenOutput] = {}  # by their numbers
+        self._outputs: dict[int, _OpenOutput] = {}  # by number
         self._num_preparing = 0  # outputs of requests that are being checked
-        self._pace = RetryAfterEstimator(engine.facts.max_open)
+        self._retry_after = RetryAfterEstimator(engine.facts.max_open)
         self._rate = TokenRate()
         self._is_draining = False
         self._all_ended = asyncio.Event()
 
     @property
     def facts(self) -> EngineFacts:
-        """Return what requests are checked against."""
+        """Return the engine's facts, which requests are checked against."""
         return self._engine.facts
 
     @property
     def open_outputs(self) -> list[ResponseStream]:
-        """Return the messages of requests that are being computed or have not been read to their end."""
-        return list({id(output.unread): output.unread for output in self._outputs.values()}.values())
+        """Return the streams of requests that are being computed or have unread messages."""
+        return list({id(output.stream): output.stream for output in self._outputs.values()}.values())
 
     @property
     def is_draining(self) -> bool:
-        """Return whether new requests are refused because the server is about to end."""
+        """Return whether new requests are refused, because the server is stopping."""
         return self._is_draining
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the output tokens of all requests a second, over the last seconds."""
+        """Return the output tokens per second of all requests over the last seconds."""
         return self._rate.tokens_per_s
 
     async def start(self) -> None:
@@ -118,20 +118,16 @@ class RequestHandler:
         try:
             await asyncio.wait_for(self._all_ended.wait(), timeout_s)
         except TimeoutError:
-            logger.warning("%d outputs are left after %g s and end now", len(self._outputs), timeout_s)
+            logger.warning("ending %d outputs that are left after %g s", len(self._outputs), timeout_s)
             reason = f"the server is draining and gave this request {timeout_s:g} s to end (--drain-timeout)"
             await self._engine.end_requests(reason)
 
     async def stop(self) -> None:
-        """End the engine and the connections to the drafters; requests that are left get an error."""
+        """Stop the engine and the connections to the drafters; requests that are left get an error."""
         await self._engine.stop()
 
     async def info(self) -> GetVerifierInfoResponse:
-        """Return what the server serves.
-
-        Raises:
-            UnavailableError: If there is no engine any more.
-        """
+        """Return the description of the server; raise UnavailableError if the engine has ended."""
         info = await self._engine.info()
         info.has_tokenizer = self.codec is not None
         if self._rules.default_sampling_params is not None:
@@ -142,18 +138,18 @@ class RequestHandler:
         """Return the token ids of a prompt.
 
         Raises:
-            InvalidArgumentError: As for the prompt of a request, but for its length in tokens.
+            InvalidArgumentError: As for the prompt of a request, except for its length in tokens.
             QueueFullError: If too many requests are being checked.
         """
         token_ids = await self._check(request, self._preparer.prompts.tokenise)
         return TokenizeResponse(token_ids=token_ids, max_model_len=self.facts.max_model_len)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Return the text of tokens; raises as `tokenize`."""
+        """Return the text of tokens; errors as of `tokenize`."""
         return DetokenizeResponse(text=await self._check(request, self._preparer.prompts.text_of))
 
     async def _check(self, request: M, read: Callable[[M], T]) -> T:
-        """Return what `read` makes, in a thread, of a request within its limits."""
+        """Check the limits of a request, and return the result of `read`, which runs in a thread."""
         if not self._has_room(1):
             raise self._refusal()
         self._num_preparing += 1
@@ -168,15 +164,14 @@ class RequestHandler:
         return len(self._outputs) + self._num_preparing + num_outputs <= self.facts.max_open
 
     async def flush_cache(self) -> int:
-        """Forget the prefixes that no request uses; return how many blocks can still be found.
+        """Forget the prefixes that no request uses, and return how many blocks can still be found.
 
-        Raises:
-            UnavailableError: If there is no engine any more.
+        Raise UnavailableError if the engine has ended.
         """
         return await self._engine.flush_cache()
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """Have `deliver` called with what the prefix cache has, and with every change; to be called once."""
+        """Call `deliver` with the blocks of the prefix cache, and with every change. Call this method once."""
         self._engine.watch_cache(deliver)
 
     async def serve(
@@ -184,13 +179,13 @@ class RequestHandler:
     ) -> DraftwireError | None:
         """Compute a request and write its output; return the error that ended the request, or None.
 
-        Cancelling this call ends the request within a step. No error is raised: gRPC would keep it for as long as the
-        client does not read, and all that it refers to.
+        Cancelling this call ends the request within a step. Errors are returned, not raised: gRPC would keep a raised
+        error, and all objects in its frames, until the client reads.
 
         Args:
-            request: As the client sent it; `request_id` is not read.
-            name: Name of the request in logs and in the first response.
-            metadata: Of the call, with the client's traceparent if it has a trace.
+            request: The client's request; `request_id` is not read.
+            name: Id of the request in logs and in the first response.
+            metadata: Metadata of the call, with the client's traceparent if there is a trace.
             write: Called with each response, in order; awaited before the next one.
         """
         watch = RequestWatch(name, metadata)
@@ -207,28 +202,27 @@ class RequestHandler:
             finally:
                 self._num_preparing -= num_outputs
             if self._is_draining:
-                text = "the server is draining: it is about to end and takes no further request; ask another one"
-                raise UnavailableError(text)
+                raise UnavailableError("the server is draining and takes no further requests; ask another server")
         except QueueFullError as error:
             watch.failed(error)
             return error.with_traceback(None)
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
             return error.with_traceback(None)
-        unread = ResponseStream(num_outputs)
+        stream = ResponseStream(num_outputs)
         for index, number in enumerate(work.numbers):
-            self._outputs[number] = _OpenOutput(unread, ResponseText(name, work.params, self.codec, work.prompt), index)
+            self._outputs[number] = _OpenOutput(stream, ResponseText(name, work.params, self.codec, work.prompt), index)
         self._engine.submit(work)
-        return await self._write(work.numbers, unread, name, watch, write)
+        return await self._write(work.numbers, stream, name, watch, write)
 
     async def _write(
-        self, numbers: Sequence[int], unread: ResponseStream, name: str, watch: RequestWatch, write: Write
+        self, numbers: Sequence[int], stream: ResponseStream, name: str, watch: RequestWatch, write: Write
     ) -> DraftwireError | None:
-        """Write the outputs of a request that was submitted; return the error that ended the request, or None."""
+        """Write the outputs of a submitted request; return the error that ended the request, or None."""
         last: list[GenerateResponse] | None = None
         failure: DraftwireError | None = None
         try:
-            last = await unread.write_to(write, name)
+            last = await stream.write_to(write, name)
         except DraftwireError as error:
             failure = error.with_traceback(None)
         finally:
@@ -237,11 +231,11 @@ class RequestHandler:
                 if last is None and not output.has_ended:
                     self._engine.cancel(number)
                 if not isinstance(failure, QueueFullError):
-                    self._pace.count_end()
+                    self._retry_after.count_end()
             if not self._outputs and self._is_draining:
                 self._all_ended.set()
             if last is None and failure is None:
-                watch.cancelled(unread.num_tokens)
+                watch.cancelled(stream.num_tokens)
         if last is not None:
             watch.finished(last)
         elif failure is not None:
@@ -252,16 +246,16 @@ class RequestHandler:
         num_tokens = 0
         for number, message in outputs:
             output = self._outputs.get(number)
-            if output is None or output.has_ended or output.unread.has_ended:
-                continue  # after a stop text the engine computes a few tokens more
+            if output is None or output.has_ended or output.stream.has_ended:
+                continue  # tokens that the engine computed after a stop text
             item = message if isinstance(message, DraftwireError) else self._with_text(number, output, message)
             output.has_ended = is_end(item)
-            output.unread.put(item)
+            output.stream.put(item)
             num_tokens += 0 if isinstance(item, DraftwireError) else len(item.token_ids)
         self._rate.count(num_tokens)
 
     def _with_text(self, number: int, output: _OpenOutput, message: GenerateResponse) -> Output:
-        """Return the message with its text, or the error that ends the request because it cannot be made."""
+        """Return the message with its text, or the error that ends a request whose text cannot be decoded."""
         message.index = output.index
         try:
             if output.text.add_to(message):
@@ -273,10 +267,10 @@ class RequestHandler:
         return message
 
     def _refusal(self) -> QueueFullError:
-        """Return the error of a request that comes when too many are open."""
-        retry_after_s = self._pace.retry_after_s()
-        num_finished = sum(output.unread.is_finished for output in self._outputs.values())
-        if num_finished <= self.facts.max_num_seqs:  # then the others fill the batch and the queue
+        """Return the error of a request for which there is no room."""
+        retry_after_s = self._retry_after.retry_after_s()
+        num_finished = sum(output.stream.is_finished for output in self._outputs.values())
+        if num_finished <= self.facts.max_num_seqs:  # unfinished outputs fill the queue
             return queue_full(self.facts.max_queue, retry_after_s)
         text = f"{num_finished} outputs wait for clients that read slowly; try again later"
         return QueueFullError(text, retry_after_s)

@@ -11,19 +11,19 @@ from collections.abc import Awaitable, Callable
 from draftwire.contract.errors import DraftwireError, StalledClientError
 from draftwire.v1 import generate_pb2 as pb
 
-# Writes one message to a client; the awaited result is not used.
+# Writes one message to a client; its result is not used.
 Write = Callable[[pb.GenerateResponse], Awaitable[object]]
 
-# Most waiting messages; beyond, neighbouring messages are merged, so that the queue is no larger than the output.
+# Most waiting messages. Beyond them, consecutive messages are merged, so that the queue is no larger than the output.
 MAX_MESSAGES = 256
-# Seconds after which a client that takes no message is given up. Flow control passes about 100 KiB of unread output.
+# Seconds after which the stream of a client that takes no message ends. Flow control passes about 100 KiB of output.
 STALL_S = 60.0
 # Seconds after the last token within which a client must have taken all output. At least STALL_S.
 READ_S = 600.0
 
 
 class ResponseStream:
-    """Messages of one request, those of each output in order, until they are written. Used on the event loop alone.
+    """Messages of one request until they are written, in order for each output. Used only on the event loop.
 
     Attributes:
         num_tokens: Output tokens of all messages.
@@ -31,11 +31,11 @@ class ResponseStream:
 
     def __init__(self, num_outputs: int = 1) -> None:
         self.num_tokens = 0
-        self._num_open = num_outputs  # outputs whose last message has not come
+        self._num_open = num_outputs  # outputs without their last message
         self._num_unwritten = num_outputs  # outputs whose last message was not written
         self._messages: deque[pb.GenerateResponse] = deque()
         self._error: DraftwireError | None = None
-        self._is_there = asyncio.Event()
+        self._has_item = asyncio.Event()
         self._must_be_read_by = math.inf  # of time.monotonic()
         self._writes_since = math.inf  # of time.monotonic(); infinite while no message is being written
         self._writer: asyncio.Task[object] | None = None
@@ -56,41 +56,41 @@ class ResponseStream:
             self._messages.append(item)
             if len(self._messages) > MAX_MESSAGES:
                 self._merge_neighbours()
-        self._is_there.set()
+        self._has_item.set()
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has the last message of each output, or the error that ends them."""
+        """Return whether the last message of each output, or the error that ends them, was put."""
         return self._must_be_read_by < math.inf
 
     @property
     def is_finished(self) -> bool:
-        """Return whether it has the last message of each output."""
+        """Return whether the last message of each output was put."""
         return self._must_be_read_by < math.inf and self._error is None
 
     async def next_message(self) -> pb.GenerateResponse:
-        """Return the next message, once there is one.
+        """Wait for the next message and return it.
 
         Raises:
-            DraftwireError: The one that has ended the output, after its last message.
+            DraftwireError: After the last message, the error that ended the output.
         """
-        await self._is_there.wait()
+        await self._has_item.wait()
         if not self._messages:
             assert self._error is not None
             raise self._error
         message = self._messages.popleft()
         if not self._messages and self._error is None:
-            self._is_there.clear()
+            self._has_item.clear()
         return message
 
     async def write_to(self, write: Write, request_id: str) -> list[pb.GenerateResponse]:
-        """Write everything, `request_id` with the first message; return the last message of each output.
+        """Write all messages, the first with `request_id`; return the last message of each output.
 
         Raises:
-            DraftwireError: The one that has ended the output; StalledClientError when the client has stopped to read,
-                or reads on for too long.
+            DraftwireError: The error that ended the output; StalledClientError if the client does not read, or reads
+                for too long.
         """
-        # One timer watches all writes: nearly all of them end long before it would be due.
+        # One timer for all writes, because nearly all end long before it expires.
         self._writer = asyncio.current_task()
         self._watch()
         last: list[pb.GenerateResponse] = []
@@ -113,10 +113,10 @@ class ResponseStream:
         finally:
             self._writer = None
             self._watch()
-        raise StalledClientError(self._stall)  # here, where it keeps nothing of what was interrupted
+        raise StalledClientError(self._stall)  # here, because it must not refer to the interrupted frames
 
     def _watch(self) -> None:
-        """Interrupt the writer once a message, or all of them, have taken too long; else looks again in time."""
+        """Interrupt the writer if a message, or all of them, took too long; else check again later."""
         if self._timer is not None:
             self._timer.cancel()
         if self._writer is None:
@@ -154,7 +154,7 @@ def _is_last(message: pb.GenerateResponse) -> bool:
 
 
 def _append(message: pb.GenerateResponse, following: pb.GenerateResponse) -> None:
-    """Make one message of two."""
+    """Append a message to another."""
     length, text = len(message.text), message.text + following.text
     for index, end in enumerate(following.token_text_ends):
         following.token_text_ends[index] = length + end

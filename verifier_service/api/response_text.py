@@ -1,4 +1,4 @@
-"""From the engine's tokens to the text that a client gets."""
+"""Convert the engine's tokens to text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from verifier_service.core.tokenizer import Detokenizer, StopFinder, TextCodec
 
 
 class ResponseText:
-    """Adds the text to one request's messages and ends its output at the first stop text.
+    """Adds the text to one output's messages and ends the output at the first stop text.
 
-    It works where the clients are served, so that no text costs the engine time. The engine learns of a stop text late
-    and computes a few tokens more; the caller drops what comes after the message that ends the output.
+    It runs in the client process, so that text costs no engine time. After a stop text the engine computes a few more
+    tokens; the caller drops messages after the one that ends the output.
 
     Attributes:
-        request_id:
-        num_tokens: Output tokens of all messages, without those behind a stop text.
+        request_id: Id of the request.
+        num_tokens: Output tokens of all messages, without those after a stop text.
     """
 
     def __init__(
@@ -27,20 +27,20 @@ class ResponseText:
         self.num_tokens = 0
         self._codec = codec
         self._prompt = prompt
-        self._num_prompt_told = 1  # tokens of the prompt whose log probabilities have come; the first has none
+        self._num_prompt_logprobs = 1  # tokens of the prompt whose log probabilities arrived; the first has none
         self._detokenizer = (
             Detokenizer(codec, prompt, skip_special_tokens=params.skip_special_tokens) if codec is not None else None
         )
         self._stops = StopFinder(params.stop)
         self._includes_stop = params.include_stop_text
         self._min_tokens = params.min_tokens
-        self._text = ""  # of the message at hand
+        self._text = ""  # of the current message
 
     def add_to(self, message: pb.GenerateResponse) -> bool:
-        """Add the text of the engine's next message; return whether a stop text ends the output in it.
+        """Add the text to the engine's next message; return whether a stop text ends the output in this message.
 
-        Then the tokens behind the stop text are cut off, and the finish reason and the number of output tokens are as
-        if the engine had ended there. The message must have statistics, which it loses if the output continues.
+        In that case the tokens after the stop text are cut off, and finish reason and number of output tokens are set.
+        The message must have statistics, which are removed if the output continues.
         """
         self._add_token_texts(message)
         self._text = ""
@@ -62,21 +62,22 @@ class ResponseText:
         return stop is not None
 
     def _add_token_texts(self, message: pb.GenerateResponse) -> None:
-        """Add the texts of tokens to log probabilities, and to those of the prompt its tokens."""
-        first, self._num_prompt_told = self._num_prompt_told, self._num_prompt_told + len(message.prompt_logprobs)
-        for told, token_id in zip(message.prompt_logprobs, self._prompt[first : self._num_prompt_told], strict=True):
-            told.token_id = token_id
+        """Add token ids to the log probabilities of the prompt, and texts to all log probabilities."""
+        first = self._num_prompt_logprobs
+        self._num_prompt_logprobs = end = first + len(message.prompt_logprobs)
+        for entry, token_id in zip(message.prompt_logprobs, self._prompt[first:end], strict=True):
+            entry.token_id = token_id
         if self._codec is None:
             return
-        pairs = [(told, told.token_id) for told in message.prompt_logprobs]
-        for told, token_id in [*pairs, *zip(message.logprobs, message.token_ids, strict=False)]:
-            told.text = self._codec.token_text(token_id)
-            told.top_texts.extend(map(self._codec.token_text, told.top_ids))
+        pairs = [(entry, entry.token_id) for entry in message.prompt_logprobs]
+        for entry, token_id in [*pairs, *zip(message.logprobs, message.token_ids, strict=False)]:
+            entry.text = self._codec.token_text(token_id)
+            entry.top_texts.extend(map(self._codec.token_text, entry.top_ids))
 
     def _write(self, token_id: int, reason: pb.FinishReason) -> str | None:
-        """Write a token's text, and with the last token what is held back; return the stop text that it completes.
+        """Write a token's text, and after the last token the text held back; return the completed stop text.
 
-        An end token has no text, unless the request wants the text of what ends the output.
+        An end token has no text, unless the request includes stop texts.
         """
         self.num_tokens += 1
         has_text = self._includes_stop or reason != pb.FINISH_REASON_STOP
@@ -90,9 +91,9 @@ class ResponseText:
         return stop
 
     def _add(self, text: str) -> str | None:
-        """Add text to the message, less what may begin a stop text; return the stop text that it completes.
+        """Add text to the message, except a possible beginning of a stop text; return the completed stop text.
 
-        A request may want that stop text in its output.
+        A completed stop text is added if the request includes stop texts.
         """
         if self.num_tokens <= self._min_tokens:
             self._text += text
@@ -105,7 +106,7 @@ class ResponseText:
 
 
 def _end(message: pb.GenerateResponse, count: int, stop: str) -> None:
-    """End a message, and the output, after `count` of its tokens."""
+    """End a message, and the output, after `count` of the message's tokens."""
     num_cut = len(message.token_ids) - count
     for values in (message.token_ids, message.drafted, message.logprobs):
         del values[count:]

@@ -1,4 +1,4 @@
-"""Sampling parameters that a target's authors recommend, as defaults of requests."""
+"""Default sampling parameters from a target's generation_config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftwire.model.checkpoints import read_config
 from draftwire.v1 import config_pb2
 
 FILE_NAME = "generation_config.json"
-# Those that vLLM's --generation-config takes, by their names in the contract.
+# The keys that vLLM's --generation-config reads, by their names in the contract.
 KEYS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -22,15 +22,14 @@ KEYS = {
 
 
 def read_sampling_defaults(choice: str, target: Path) -> config_pb2.SamplingParams | None:
-    """Return the defaults of requests that stand in a generation_config.json; None for those of the contract.
+    """Return the defaults of a generation_config.json; None keeps those of the contract.
 
     Args:
-        choice: "auto" for the file of the target, "none", or the directory of another file.
+        choice: "auto" for the target's file, "none", or the directory of another file.
         target: The target's directory.
 
     Raises:
-        CheckpointError: If the file of a named directory is missing, or a value in a file is not allowed by the
-            contract.
+        CheckpointError: If the file of a named directory is missing, or the contract does not allow a value.
     """
     if choice == "none":
         return None

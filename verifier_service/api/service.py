@@ -1,4 +1,4 @@
-"""Draftwire's own service, `draftwire.v1.Generation`."""
+"""Draftwire's service `draftwire.v1.Generation`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SERVICE_NAME = generate_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationServicer):
-    """Gives requests to the handler, whose requests and responses are those of this service."""
+    """Passes requests to the handler, whose requests and responses are those of this service."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
 
-    # It writes through the context, where a client that does not read shows, and so is no iterator.
+    # Writes through the context, where slow clients can be detected, and therefore is no iterator.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
@@ -32,7 +32,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
         await context.send_initial_metadata(((REQUEST_ID_KEY, name),))
         failure = await self._handler.serve(request, name, metadata, context.write)
         if failure is not None:
-            # It ends once the client has read what is on its way, if ever: nothing of the request may be held here.
+            # The abort may wait until the client has read all sent messages, so this frame must not hold the request.
             await context.abort(*status_of(failure))
 
     async def Tokenize(  # noqa: N802

@@ -23,7 +23,7 @@ _STATUS_CODES: dict[type[DraftwireError], grpc.StatusCode] = {
 
 
 def status_of(error: DraftwireError) -> Refusal:
-    """Return status code, text and trailing metadata of an error; INTERNAL for errors of no other code."""
+    """Return status code, text and trailing metadata of an error; the default code is INTERNAL."""
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     if isinstance(error, QueueFullError) and error.retry_after_s is not None:
         metadata = retry_metadata(str(error), error.retry_after_s)

@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine`, the service that gateways such as smg call; the contract is of smg-grpc-proto."""
+"""`vllm.grpc.engine.VllmEngine`, the service that gateways such as smg call; smg-grpc-proto has the contract."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from verifier_service.api.vllm_messages import ResponseWriter, read_request
 
 SERVICE_NAME: str = vp.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 Context = grpc.aio.ServicerContext
-# How long FlushCache may wait for requests, and how often it looks again, seconds.
+# Most seconds that FlushCache waits for requests, and seconds between two tries.
 MAX_FLUSH_S = 600.0
 FLUSH_AGAIN_S = 0.05
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Translates requests for the handler, and its responses; answers what gateways ask of a worker."""
+    """Translates requests and responses of the handler, and answers gateways' questions about this server."""
 
     def __init__(self, handler: RequestHandler, files: ModelFiles, *, has_kv_events: bool) -> None:
         """Without `has_kv_events`, SubscribeKvEvents is refused: it shows the tokens of all clients' prompts."""
@@ -42,9 +42,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._started = time.monotonic()
         self._last_request = 0.0  # seconds since the epoch
 
-    # It writes through the context, as GenerationServicer does.
+    # Writes through the context, as GenerationServicer does.
     async def Generate(self, request: vp.GenerateRequest, context: Context) -> None:  # noqa: N802
-        """Compute one request and write its chunks, if it streams, and its end."""
+        """Compute one request; write chunks if the request streams, and the ends of its outputs."""
         self._last_request = time.time()
         metadata = context.invocation_metadata() or ()
         try:
@@ -66,7 +66,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await context.abort(*status_of(failure))
 
     async def _serve(self, name: str, task: asyncio.Task[DraftwireError | None]) -> DraftwireError | None:
-        """Wait for a request that Abort can end by its name; return its error, `_ABORTED` after Abort."""
+        """Wait for a request that Abort can end by name; return its error, or `_ABORTED` after Abort."""
         self._running[name].add(task)
         try:
             return await task
@@ -81,14 +81,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 del self._running[name]
 
     async def Abort(self, request: vp.AbortRequest, context: Context) -> vp.AbortResponse:  # noqa: ARG002, N802
-        """End requests by their names; names that are not known are ignored, as their requests may have ended."""
+        """End requests by name. Unknown names are ignored, because their requests may have ended."""
         for name in request.request_ids:
             for task in self._running.get(name, ()):
                 task.cancel()
         return vp.AbortResponse()
 
     async def Embed(self, request: vp.EmbedRequest, context: Context) -> vp.EmbedResponse:  # noqa: ARG002, N802
-        """Refuse: there are no embeddings."""
+        """Refuse, because there are no embeddings."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed: this server generates text and has no embeddings")
 
     async def HealthCheck(  # noqa: N802
@@ -96,7 +96,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         request: vp.HealthCheckRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> vp.HealthCheckResponse:
-        """Say whether requests are taken; not while the server drains, nor without an engine."""
+        """Return whether requests are accepted: the server is not draining, and the engine runs."""
         if self._handler.is_draining:
             return vp.HealthCheckResponse(healthy=False, message="draining")
         try:
@@ -139,7 +139,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             active_requests=info.requests_running + info.requests_waiting,
             last_receive_timestamp=self._last_request,
             uptime_seconds=time.monotonic() - self._started,
-            server_type="vllm-grpc",  # what gateways know this contract by
+            server_type="vllm-grpc",  # gateways recognise this contract by it
             data_parallel_size=1,
             kv_cache_dtype="auto",
             block_size=BLOCK_SIZE,
@@ -148,7 +148,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: vp.GetLoadsRequest, context: Context) -> vp.GetLoadsResponse:  # noqa: ARG002, N802
-        """Tell the load of the engine, one rank."""
+        """Return the load of the engine, which is one rank."""
         info = await self._info(context)
         counters = info.counters
         load = vp.SchedulerLoad(
@@ -183,7 +183,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(  # noqa: N802
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Forget cached prefixes; while requests use some of them, try again for up to `timeout_s`."""
+        """Forget cached prefixes; while requests use prefixes, try again for up to `timeout_s`."""
         timeout_s = request.timeout_s
         if not 0 <= timeout_s <= MAX_FLUSH_S:
             text = f"timeout_s = {timeout_s:g}: allowed range [0, {MAX_FLUSH_S:g}] s"
@@ -200,9 +200,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(  # noqa: N802
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Send what the prefix cache has, and then every change."""
+        """Send a snapshot of the prefix cache's blocks, then every change."""
         if self._events is None:
-            text = "SubscribeKvEvents: this server tells nobody what its prefix cache holds; start it with --kv-events"
+            text = "SubscribeKvEvents: this server does not publish its prefix cache; start it with --kv-events"
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
             return
         await context.send_initial_metadata(())
@@ -223,5 +223,5 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise  # not reached: the abort raises
 
 
-# Stands for the end of a request by Abort.
+# The error of a request that Abort has ended.
 _ABORTED = DraftwireError("aborted")

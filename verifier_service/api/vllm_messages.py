@@ -1,6 +1,6 @@
-"""Between `vllm.grpc.engine` and draftwire.v1: requests one way, responses the other. No state but one request's own.
+"""Translate requests of `vllm.grpc.engine` to draftwire.v1, and responses back.
 
-Fields whose zero means "not given" in vLLM's contract are read so. What this server cannot do is refused by name.
+Zero means unset for the same fields as in vLLM's contract. Requests for unsupported features are refused by field.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from draftwire.contract.errors import Described, InvalidArgumentError
 from draftwire.v1 import config_pb2
 from draftwire.v1 import generate_pb2 as pb
 
-# Refused wherever they are set: (field, what the server says).
+# Fields that are refused when set, with the reason.
 _NOT_SERVED = {
     "kv_transfer_params": "prefill and decode are not split over servers here",
     "kv_transfer_params_json": "prefill and decode are not split over servers here",
-    "mm_inputs": "this server takes text alone",
-    "extra_mm_inputs": "this server takes text alone",
-    "media_refs": "this server takes text alone",
+    "mm_inputs": "this server takes only text",
+    "extra_mm_inputs": "this server takes only text",
+    "media_refs": "this server takes only text",
 }
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 # Without max_tokens the output ends with the context.
 _NO_LIMIT = 2**31 - 1
-_ALL = -1  # of logprobs, prompt_logprobs and truncate_prompt_tokens
+_ALL = -1  # value of truncate_prompt_tokens
 
 
 def read_request(request: vp.GenerateRequest, max_model_len: int) -> pb.GenerateRequest:
-    """Return the same request in draftwire.v1, still to be checked against the contract's limits.
+    """Return the request in draftwire.v1; the contract's limits are checked later.
 
     Args:
         request: A `vllm.grpc.engine.GenerateRequest`.
         max_model_len: Positions of the context; `truncate_prompt_tokens` -1 keeps one fewer.
 
     Raises:
-        InvalidArgumentError: Names a field that is set and not served.
+        InvalidArgumentError: Names a field that is not supported or wrong.
     """
     for name, allowed in _NOT_SERVED.items():
         field = getattr(request, name)
@@ -51,17 +51,16 @@ def read_request(request: vp.GenerateRequest, max_model_len: int) -> pb.Generate
         read.token_ids.ids.extend(request.tokenized.input_ids)
     elif kind == "text":
         if request.sampling_params.HasField("prompt_logprobs"):
-            allowed = "allowed with tokenized input alone"
-            raise InvalidArgumentError(
-                "sampling_params.prompt_logprobs", request.sampling_params.prompt_logprobs, allowed
-            )
+            given = request.sampling_params.prompt_logprobs
+            allowed = "allowed only with tokenized input"
+            raise InvalidArgumentError("sampling_params.prompt_logprobs", given, allowed)
         read.text = request.text
     else:
         raise InvalidArgumentError("input", None, "exactly one of tokenized and text is required")
     if request.sampling_params.HasField("truncate_prompt_tokens"):
         given = request.sampling_params.truncate_prompt_tokens
         if given < 1 and given != _ALL:
-            allowed = "allowed: -1 for what the context holds, or [1, 2147483648)"
+            allowed = "allowed: -1 for as many as fit into the context, or [1, 2147483648)"
             raise InvalidArgumentError("sampling_params.truncate_prompt_tokens", given, allowed)
         read.truncate_prompt_tokens = max_model_len - 1 if given == _ALL else given
     return read
@@ -106,7 +105,7 @@ def _read_params(given: vp.SamplingParams) -> config_pb2.SamplingParams:
 
 @dataclass
 class _Output:
-    """What one output of a request has so far."""
+    """The state of one output of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
@@ -117,14 +116,14 @@ class _Output:
 class ResponseWriter:
     """Translates the responses of one request.
 
-    A stream gets a chunk for each response with tokens and one `complete` for each output; a request without a stream
-    gets the `complete`s alone, in the order of their indices, because smg numbers them as they come. `complete` has all
-    tokens of its output. A stream has log probabilities in its chunks,
-    those of the prompt in the first chunk of each output.
+    A stream gets a chunk for each response with tokens and a `complete` for each output. A request without a stream
+    gets only the `complete`s, in the order of their indices, because smg numbers them by arrival. `complete` has all
+    tokens of its output. In a stream the chunks have the log probabilities; those of the prompt are in the first chunk
+    of each output.
     """
 
     def __init__(self, request: vp.GenerateRequest, prompt: Sequence[int]) -> None:
-        """`prompt` are the prompt's tokens as they are computed; empty where the prompt is text."""
+        """`prompt` has the prompt's tokens; empty if the prompt is text."""
         params = request.sampling_params
         self._is_stream = bool(request.stream)
         self._has_top, self._has_prompt_top = params.logprobs > 0, params.prompt_logprobs > 0
@@ -134,7 +133,7 @@ class ResponseWriter:
         self._held: dict[int, vp.GenerateResponse] = {}  # ends of outputs, until all have ended
 
     def write(self, message: pb.GenerateResponse) -> list[vp.GenerateResponse]:
-        """Return the responses that follow from one of draftwire.v1, in order; perhaps none."""
+        """Return the translation of a response of draftwire.v1: any number of responses, in order."""
         written = []
         self._prompt_logprobs += message.prompt_logprobs
         output = self._outputs[message.index]
@@ -158,7 +157,7 @@ class ResponseWriter:
         return [self._held[index] for index in sorted(self._held)]
 
     def aborted(self) -> list[vp.GenerateResponse]:
-        """Return the ends of the outputs that Abort has ended, each with its tokens so far."""
+        """Return the ends of the outputs that Abort has ended, with their tokens so far."""
         aborted = {
             index: vp.GenerateResponse(
                 complete=vp.GenerateComplete(
@@ -214,7 +213,7 @@ class ResponseWriter:
         return complete
 
     def _input_logprobs(self) -> vp.InputLogProbs:
-        """Return the log probabilities of the prompt; its first token has none."""
+        """Return the log probabilities of the prompt; the first token has none."""
         written = vp.InputLogProbs(token_ids=self._prompt)
         written.token_logprobs.add()
         if self._has_prompt_top:
@@ -229,7 +228,7 @@ class ResponseWriter:
 def output_logprobs(
     token_ids: Iterable[int], logprobs: Iterable[pb.TokenLogprobs], *, has_top: bool
 ) -> vp.OutputLogProbs:
-    """Return the log probabilities of output tokens; with `has_top` those of the most likely ones at each place."""
+    """Return the log probabilities of output tokens; with `has_top` also of the most likely tokens."""
     written = vp.OutputLogProbs(token_ids=token_ids)
     for one in logprobs:
         written.token_logprobs.append(one.logprob)

@@ -1,4 +1,4 @@
-"""The rows of a step: what is scheduled of each request, and the tensors of the target's forward pass."""
+"""The rows of a step: the scheduled rows of each request, and the tensors of the target's forward pass."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ UNKNOWN_TOKEN = 0
 
 
 class SampledLogprobs(NamedTuple):
-    """Log probabilities under the target. Turning them into messages takes longer than sampling, and is done at
-    delivery."""
+    """Log probabilities under the target. Messages are built at delivery, because that takes longer than sampling."""
 
     num_top: int  # most likely tokens to report beside the emitted token
     ranks: Tensor  # [R] int64, of the sampled token of each row
@@ -41,7 +40,7 @@ class SampledLogprobs(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that a step sampled for one request; none if its logits were not a distribution."""
+    """Tokens that a step sampled for one request; none if the logits were no distribution."""
 
     tokens: list[int]
     logprobs: SampledLogprobs | None = None  # if the request asks for log probabilities
@@ -53,20 +52,20 @@ class ScheduledRows:
 
     request: Request
     start: int  # position of the first row
-    tokens: list[int]  # of the rows: committed tokens, then drafts
+    tokens: list[int]  # tokens of the rows: committed tokens, then drafts
     drafts: ReadyDrafts | None
     samples: bool  # whether its last row, or each row of a decoding request, samples a token
-    follows: int | None = None  # place of its only token in the previous step's sample
+    follows: int | None = None  # index of its only token in the previous step's sample
     cause: generate_pb2.FallbackCause | None = None  # why the request has no drafts, if known
-    offered: ReadyDrafts | None = None  # the drafts that came, of which the first ones are verified
+    offered: ReadyDrafts | None = None  # the drafts that arrived, of which the first ones are verified
     is_decoding: bool = field(init=False)  # whether the request decodes before the step
     num_drafts: int = field(init=False)  # draft rows
     num_logit_rows: int = field(init=False)  # rows that tokens are drawn from, the last ones
-    num_prompt_logit_rows: int = field(init=False)  # rows before them whose log probabilities are told
+    num_prompt_logit_rows: int = field(init=False)  # rows before them that give log probabilities of the prompt
     admission: int = field(init=False)  # preemptions of the request so far
     sampled: SampledTokens | None = field(init=False, default=None)
     sampled_at: float = field(init=False, default=0.0)  # monotonic time at which the host had the sample
-    prompt_logprobs: SampledLogprobs | None = field(init=False, default=None)  # of `told_tokens`
+    prompt_logprobs: SampledLogprobs | None = field(init=False, default=None)  # of `prompt_logprob_tokens`
     piece: Piece | None = field(init=False, default=None)  # the emitted part of the sample
     # Taken at the end of a request; at every step if a stop text may end the output.
     statistics: generate_pb2.RequestStatistics | None = field(init=False, default=None)
@@ -79,15 +78,15 @@ class ScheduledRows:
         self.admission = self.request.num_preemptions
 
     def _count_prompt_rows(self) -> int:
-        if self.request.num_untold_rows == 0:
+        if self.request.num_prompt_logprobs_left == 0:
             return 0
-        # Rows before the first untold one run again after a preemption.
+        # After a preemption, rows run again whose log probabilities are committed.
         end = self.start + len(self.tokens) - self.num_logit_rows
-        return max(0, end - max(self.start, self.request.num_prompt_told))
+        return max(0, end - max(self.start, self.request.num_prompt_logprobs))
 
     @property
-    def told_tokens(self) -> list[int]:
-        """The tokens of the prompt that the rows with told logits predict."""
+    def prompt_logprob_tokens(self) -> list[int]:
+        """Return the tokens of the prompt that this step's prompt rows with logits predict."""
         end = self.start + len(self.tokens) - self.num_logit_rows + 1
         return self.request.prompt[end - self.num_prompt_logit_rows : end]
 
@@ -102,14 +101,14 @@ class FutureTokens:
     """Token ids that the previous step samples, known only to the device."""
 
     rows: np.ndarray
-    """[F] int64: rows of the step that have such a token."""
+    """[F] int64: the step's rows with such a token."""
     places: np.ndarray
-    """[F] int64: place of the token in `tokens`."""
+    """[F] int64: index of the token in `tokens`."""
     tokens: Tensor
     """[B] int64 on the device, -1 where nothing was sampled."""
 
     def write(self, token_ids: Tensor) -> None:
-        """Write the tokens into the step's token ids; a request without a token gets any id and is ended later."""
+        """Write the tokens into the step's token ids. A request without a token gets any id; its end follows."""
         rows, places = upload([self.rows, self.places], token_ids.device)
         token_ids.index_copy_(0, rows, self.tokens.index_select(0, places).clamp_(min=0))
 
@@ -119,15 +118,15 @@ class ForwardInput:
     """Input of the target's forward pass, on the host."""
 
     token_ids: np.ndarray
-    """[T] int64, sequence after sequence."""
+    """[T] int64, grouped by sequence."""
     positions: np.ndarray
     """[T] int64."""
     sequences: Sequence[SequenceRows]
-    """Where the rows are written and what they attend to."""
+    """Cache slots that the rows write and attend to."""
     logit_rows: np.ndarray
     """[R] int64, ascending: the rows with logits."""
     future: FutureTokens | None = None
-    """Token ids that are not in `token_ids` yet."""
+    """Token ids that are missing in `token_ids`."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class ForwardOutput:
     logits: Tensor
     """[R, vocab_size] of the logit rows, in the target's dtype."""
     states: Sequence[Tensor]
-    """num_layers + 1 of at least T rows of [hidden_size]: those entering each layer, and the last after the norm."""
+    """num_layers + 1 tensors [>= T, hidden_size]: each layer's input states, and the states after the final norm."""
     slots: Tensor
     """[T] int64, slots of the rows in the cache."""
     slots_on_host: np.ndarray
@@ -146,11 +145,11 @@ class ForwardOutput:
     """On a GPU: recorded after the inputs were copied."""
 
     def features(self, layers: Sequence[int]) -> Tensor:
-        """[T, len(layers) * hidden_size]: the states entering `layers` side by side; num_layers is the last state."""
+        """Return the input states of `layers`, concatenated: [T, len(layers) * hidden_size]; num_layers is the last."""
         return torch.cat([self.states[layer][: len(self.slots_on_host)] for layer in layers], dim=-1)
 
     def with_logits_of(self, rows: np.ndarray) -> ForwardOutput:
-        """Return the output with the logits of some of the rows, int64 [R]."""
+        """Return the output with the logits of `rows`, int64 [R]."""
         if np.array_equal(rows, np.arange(len(self.logits))):
             return self
         (index,) = upload([rows], self.logits.device)

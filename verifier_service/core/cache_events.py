@@ -1,4 +1,4 @@
-"""Changes of the prefix cache, for routers that send a request to the server that has its prefix."""
+"""Changes of the prefix cache, for routers that send a request to the server with its prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WIRE_BYTES = 8
 
 @dataclass(frozen=True)
 class BlocksStored:
-    """Blocks that can be found from now on, each the next of the one before it."""
+    """Consecutive blocks that can be found from now on."""
 
     parent: int | None  # hash of the block before the first; None at the beginning of a prompt
     hashes: tuple[int, ...]
@@ -20,22 +20,22 @@ class BlocksStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """A block that cannot be found any more."""
+    """A block that can no longer be found."""
 
     block_hash: int
 
 
 CacheEvent = BlocksStored | BlockRemoved
-DeliverCacheEvents = Callable[[Sequence[CacheEvent]], None]
+DeliverCacheEvents = Callable[[Sequence[CacheEvent]], object]
 
 
 def wire_hash(block_hash: bytes) -> int:
-    """Return a block's hash as routers know it: the first 8 bytes, signed."""
+    """Return a block's hash for routers: the first 8 bytes, signed."""
     return int.from_bytes(block_hash[:_WIRE_BYTES], "big", signed=True)
 
 
 class CacheEventLog:
-    """Collects events until they are delivered; nothing before `start`, so that nobody pays who does not ask."""
+    """Collects events until they are delivered. It records nothing before `start`, to cost nothing when unused."""
 
     def __init__(self) -> None:
         self._deliver: DeliverCacheEvents | None = None
@@ -43,15 +43,15 @@ class CacheEventLog:
 
     @property
     def is_recording(self) -> bool:
-        """Return whether somebody wants the events."""
+        """Return whether events are recorded."""
         return self._deliver is not None
 
     def start(self, deliver: DeliverCacheEvents) -> None:
-        """Have `flush` call `deliver` with all events from now on."""
+        """Record events, which `flush` passes to `deliver`."""
         self._deliver = deliver
 
     def stored(self, parent: bytes | None, block_hash: bytes, token_ids: Sequence[int], salt: str) -> None:
-        """Add a block, to the event before it where the block is the next one."""
+        """Record a new block; a block that continues the last event is merged into it."""
         if self._deliver is None:
             return
         before = None if parent is None else wire_hash(parent)
@@ -64,12 +64,12 @@ class CacheEventLog:
             self._events.append(event)
 
     def removed(self, block_hash: bytes) -> None:
-        """Add that a block is not found any more."""
+        """Record that a block can no longer be found."""
         if self._deliver is not None:
             self._events.append(BlockRemoved(wire_hash(block_hash)))
 
     def flush(self) -> None:
-        """Deliver what was collected."""
+        """Deliver the recorded events."""
         if self._events and self._deliver is not None:
             events, self._events = self._events, []
             self._deliver(events)

@@ -1,4 +1,4 @@
-"""From a conversation of the contract to what a chat template takes."""
+"""Convert a conversation of the contract to arguments of a chat template."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.json_fields import parse_object
 from draftwire.v1 import generate_pb2 as pb
 
-# Names that transformers gives a template or its rendering; `template_arguments` may not replace them.
+# Names that transformers passes to templates or their rendering; `template_arguments` must not replace them.
 RESERVED_NAMES = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 def texts_of(chat: pb.Chat) -> list[str]:
-    """Return all texts of a conversation that its prompt may contain."""
+    """Return all texts of a conversation that the prompt may contain."""
     texts = [chat.template_arguments, *chat.tools]
     for message in chat.messages:
         texts += (message.content, message.name, *message.tool_calls, message.tool_call_id, message.reasoning)
@@ -27,8 +27,8 @@ def template_inputs(chat: pb.Chat) -> dict[str, Any]:
     """Return the arguments of transformers' `apply_chat_template` for a conversation.
 
     Raises:
-        InvalidArgumentError: Names the field: for no message, a message without a role, JSON that is no object, a
-            reserved name among the template's arguments, or a last message that cannot be continued.
+        InvalidArgumentError: Names the field, if there is no message, a message has no role, JSON is no object, a
+            template argument has a reserved name, or the last message cannot be continued.
     """
     if not chat.messages:
         raise InvalidArgumentError("chat.messages", [], "at least one message is required")
@@ -39,7 +39,7 @@ def template_inputs(chat: pb.Chat) -> dict[str, Any]:
         raise InvalidArgumentError(f"chat.template_arguments.{name}", arguments[name], "this name is reserved")
     last = chat.messages[-1]
     if chat.continue_final_message and not (last.role == "assistant" and last.content.strip()):
-        allowed = "allowed: where the last message is an assistant's with text"
+        allowed = "allowed only if the last message is an assistant's with text"
         raise InvalidArgumentError("chat.continue_final_message", True, allowed)
     return {
         **arguments,
@@ -63,7 +63,7 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 
 
 def _tool_call(text: str) -> dict[str, Any]:
-    """Return a call whose function's arguments are an object, as templates take them; OpenAI's API has them as text."""
+    """Return a tool call whose arguments are an object, as in templates; in OpenAI's API they are text."""
     call = parse_object("chat.messages.tool_calls", text)
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):

@@ -1,4 +1,4 @@
-"""One request: its tokens, its place in the cache and its counts."""
+"""A request: its tokens, cache blocks and counters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class AnswerLogits:
 
     values: torch.Tensor  # [D, n] float32, on the target's device
     token_ids: torch.Tensor | None  # [D, n] int32, CPU, for top_n
-    draft_token_ids: torch.Tensor | None  # int64 [V_draft] on the target's device, for dense logits over part of it
-    carrier: draft_pb2.Carrier = draft_pb2.CARRIER_BYTES  # that has carried them
+    draft_token_ids: torch.Tensor | None  # int64 [V_draft] on the target's device, for a smaller draft vocabulary
+    carrier: draft_pb2.Carrier = draft_pb2.CARRIER_BYTES
 
     @property
     def row_bytes(self) -> int:
@@ -87,8 +87,8 @@ class Request:
     # Whether a drafter sees the draw of a step in flight. Such a draw must be committed: a new draw could be biased by
     # a drafter that has seen the first.
     is_announced: bool = False
-    prompt_logprobs: int | None = field(init=False, default=None)  # likely tokens told of each of the prompt's tokens
-    num_prompt_told: int = 0  # rows of the prompt whose log probabilities are committed
+    prompt_logprobs: int | None = field(init=False, default=None)  # most likely tokens to report per prompt token
+    num_prompt_logprobs: int = 0  # rows of the prompt whose log probabilities are committed
     drafts: ReadyDrafts | None = None
     verify_steps: int = 0
     verify_tokens: int = 0
@@ -103,13 +103,13 @@ class Request:
         self.tokens = list(self.prompt)
         self.drafted = [0] * self.num_speculative_tokens
         self.accepted = [0] * self.num_speculative_tokens
-        # The first output of a prompt tells them for all.
+        # The first output of a prompt reports them for all outputs.
         if self.params.HasField("prompt_logprobs") and self.leader is None:
             self.prompt_logprobs = self.params.prompt_logprobs
 
     @property
     def num_output(self) -> int:
-        """Tokens generated."""
+        """Return the number of generated tokens."""
         return len(self.tokens) - len(self.prompt)
 
     @property
@@ -118,24 +118,24 @@ class Request:
         return len(self.prompt) <= self.num_computed == len(self.tokens) - 1
 
     @property
-    def num_untold_rows(self) -> int:
-        """Rows of the prompt whose log probabilities are wanted and not committed; the last one draws the output."""
-        return 0 if self.prompt_logprobs is None else max(0, len(self.prompt) - 1 - self.num_prompt_told)
+    def num_prompt_logprobs_left(self) -> int:
+        """Return the number of prompt rows whose log probabilities are still to be committed; the last row has none."""
+        return 0 if self.prompt_logprobs is None else max(0, len(self.prompt) - 1 - self.num_prompt_logprobs)
 
     @property
     def is_in_flight(self) -> bool:
-        """Return whether a launched step has rows of the request, so that more tokens may come."""
+        """Return whether a launched step has rows of the request, and so may give more tokens."""
         return self.num_in_flight > 0
 
     @property
     def num_drafts_wanted(self) -> int:
-        """Most drafts of the next verify step, which emits one more token, within the request's length."""
+        """Return the most drafts of the next verify step, which emits one more token, within the request's length."""
         room = self.max_length - len(self.tokens) - 1
         return self.num_speculative_tokens if room >= self.num_speculative_tokens else max(0, room)
 
     @property
     def num_feature_rows(self) -> int:
-        """Number of accepted rows that can be sent: row i needs the features at i and the token at i + 1."""
+        """Return the number of accepted rows that can be sent: row i needs the features at i and the token at i + 1."""
         last = len(self.tokens) - 1
         return self.num_computed if self.num_computed < last else last
 

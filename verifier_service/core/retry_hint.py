@@ -6,21 +6,21 @@ import random
 import time
 from collections import deque
 
-# Seconds of ended requests that count.
+# Requests that ended within this many seconds count.
 WINDOW_S = 10.0
 # Least and most seconds of the delay.
 RETRY_S = (0.1, 30.0)
 
 
 class RetryAfterEstimator:
-    """Counts requests that leave, and estimates when half of a full queue will have been admitted."""
+    """Counts requests that end, and estimates when half of a full queue will have been admitted."""
 
     def __init__(self, max_queue: int) -> None:
         self._half = max(1.0, max_queue / 2)
         self._ends: deque[float] = deque()
 
     def count_end(self) -> None:
-        """Count a request that leaves."""
+        """Count a request that ends now."""
         now = time.monotonic()
         self._ends.append(now)
         self._prune(now)

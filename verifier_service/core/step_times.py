@@ -1,4 +1,4 @@
-"""Time of the engine by phase, and counters of computed and sent rows; read twice and subtract."""
+"""Time of the engine by phase, and counters of computed and sent rows, since the start."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from draftwire.v1 import draft_pb2, generate_pb2
 
 
 class Phase(IntEnum):
-    """Phase of the engine's thread; integers, because each step looks phases up about twenty times."""
+    """Phase of the engine's thread; integers, because each step uses phases as keys about twenty times."""
 
     IDLE = auto()  # no request to compute
-    WAIT = auto()  # for drafts, while no step is computed
+    WAIT = auto()  # waiting for drafts while no step is computed
     HOST = auto()  # scheduling, inputs, features for the drafters, output; also while a drafter computes
     VERIFY = auto()  # the target's forward pass; on a GPU its launch
     SAMPLE = auto()  # from logits to the step's tokens on the host; on a GPU the wait for both
 
 
 @dataclass
-class _Own:
-    """Seconds of the engine's thread since the last step was finished."""
+class _StepSeconds:
+    """Seconds of the engine's thread since the previous step was finished."""
 
     phases: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
     drafting: float = 0.0  # a drafter computed the next drafts while no step ran
 
 
 class StepMarks(NamedTuple):
-    """Events of a step on a GPU's stream; the last has passed when the host has the step's tokens."""
+    """Events of a step on a GPU's stream; all have passed when the host has the step's tokens."""
 
-    began: torch.cuda.Event  # the forward pass
-    computed: torch.cuda.Event  # the logits
-    drawn: torch.cuda.Event
+    began: torch.cuda.Event  # start of the forward pass
+    computed: torch.cuda.Event  # logits computed
+    drawn: torch.cuda.Event  # tokens drawn
 
 
 class StepTimes:
@@ -63,14 +63,14 @@ class StepTimes:
         self._lock = threading.Lock()  # a read between two updates would show a falling counter
         self._phase = Phase.IDLE
         self._since = clock()
-        self._own = _Own()
-        self._landed: _Own | None = None  # of the finished step that is not counted yet
-        self._landed_at = self._since
-        self._seconds = dict.fromkeys(Phase, 0.0)  # until then, but for waits, which are split
+        self._step = _StepSeconds()
+        self._finished: _StepSeconds | None = None  # the finished step that is not counted yet
+        self._finished_at = self._since
+        self._seconds = dict.fromkeys(Phase, 0.0)  # of counted steps, without waits, which are split
         self._draft_s = self._wire_s = 0.0
-        self._came_at = -math.inf  # time at which the next step's last drafts arrived
-        self._computed_s = 0.0  # seconds of the slowest drafter for them
-        self._told_s = 0.0  # seconds of a drafter whose answer came after its early drafts
+        self._drafts_at = -math.inf  # time at which the next step's last drafts arrived
+        self._drafting_s = 0.0  # seconds of the slowest drafter for them
+        self._early_drafting_s = 0.0  # estimate of the next early drafts: seconds of the last ones
         self.histogram = StepHistogram(("draft", "wire", "verify", "sample", "host"))
         self.traffic = Traffic()
         self._steps = self._prompt_rows = self._verify_steps = self._verify_rows = 0
@@ -84,16 +84,16 @@ class StepTimes:
         elapsed = now - self._since
         with self._lock:
             left, self._phase, self._since = self._phase, phase, now
-            times = self._seconds if left is Phase.IDLE else self._own.phases
+            times = self._seconds if left is Phase.IDLE else self._step.phases
             times[left] += elapsed
         if phase is Phase.VERIFY:
-            self._own.drafting += max(0.0, min(self._computed_s, self._came_at - self._landed_at))
-            self._computed_s = 0.0
+            self._step.drafting += max(0.0, min(self._drafting_s, self._drafts_at - self._finished_at))
+            self._drafting_s = 0.0
 
-    def land(self) -> None:
+    def finish_step(self) -> None:
         """Finish the step, whose tokens the host has: the thread's later time belongs to the next step."""
         self.enter(Phase.HOST)
-        self._landed, self._own, self._landed_at = self._own, _Own(), self._since
+        self._finished, self._step, self._finished_at = self._step, _StepSeconds(), self._since
 
     def end_step(self, marks: StepMarks | None = None) -> tuple[float, float]:
         """Count the step that was finished, or finish it now; on a GPU with the step's marks, unless the step failed.
@@ -102,18 +102,18 @@ class StepTimes:
         Returns:
             Seconds of the step (VERIFY and SAMPLE), and of HOST before it.
         """
-        if self._landed is None:
-            self.land()
-        own, self._landed = self._landed, None
-        assert own is not None
-        verify_s, sample_s = own.phases[Phase.VERIFY], own.phases[Phase.SAMPLE]
-        total_s = own.phases[Phase.HOST] + verify_s + sample_s
+        if self._finished is None:
+            self.finish_step()
+        step, self._finished = self._finished, None
+        assert step is not None
+        verify_s, sample_s = step.phases[Phase.VERIFY], step.phases[Phase.SAMPLE]
+        total_s = step.phases[Phase.HOST] + verify_s + sample_s
         if marks is not None:
             verify_s = min(marks.began.elapsed_time(marks.computed) / 1000, total_s)
             sample_s = min(marks.computed.elapsed_time(marks.drawn) / 1000, total_s - verify_s)
         host_s = total_s - verify_s - sample_s
-        wait_s = own.phases[Phase.WAIT]
-        draft_s = min(own.drafting, wait_s + host_s)
+        wait_s = step.phases[Phase.WAIT]
+        draft_s = min(step.drafting, wait_s + host_s)
         host_s -= max(0.0, draft_s - wait_s)
         with self._lock:
             self._draft_s += draft_s
@@ -148,18 +148,18 @@ class StepTimes:
         self.traffic.count_tensor(carrier, "sent", "features", feature_bytes)
 
     def count_answer(self, compute_time_s: float, *, is_behind: bool = False) -> None:
-        """Count a drafter's answer with its declared seconds of computation. With `is_behind` the answer came after its
-        early drafts, when their step had begun; its time is then the estimate for the next early drafts."""
+        """Count a drafter's answer with its declared seconds of computation. With `is_behind` the step of its early
+        drafts had already begun; the seconds are then the estimate for the next early drafts."""
         if not 0 <= compute_time_s < math.inf:
             return
         if is_behind:
-            self._told_s = compute_time_s
+            self._early_drafting_s = compute_time_s
         else:
-            self._came_at, self._computed_s = self._clock(), max(self._computed_s, compute_time_s)
+            self._drafts_at, self._drafting_s = self._clock(), max(self._drafting_s, compute_time_s)
 
     def see_drafts(self) -> None:
         """Count early drafts, which arrived before their answer."""
-        self._came_at, self._computed_s = self._clock(), max(self._computed_s, self._told_s)
+        self._drafts_at, self._drafting_s = self._clock(), max(self._drafting_s, self._early_drafting_s)
 
     def count_logits(self, carrier: draft_pb2.Carrier, num_bytes: int) -> None:
         """Count draft logits of a drafter."""

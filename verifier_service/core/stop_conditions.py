@@ -1,4 +1,4 @@
-"""Stop conditions on tokens: which of the sampled tokens a request emits."""
+"""Stop conditions on tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Piece:
 class StopConditions:
     """Cuts emitted tokens at the first end token, stop token or length limit.
 
-    The engine does not look for stop texts; see `ResponseText`.
+    `ResponseText` finds stop texts.
     """
 
     def __init__(self, params: config_pb2.SamplingParams, eos_token_ids: frozenset[int]) -> None:
@@ -32,9 +32,9 @@ class StopConditions:
         self._count = 0
 
     def takes_all(self, token_ids: list[int], room: int) -> bool:
-        """Take a step's tokens if the output continues after all of them; return whether it does.
+        """Take a step's tokens if the output continues after all of them, and return whether it continues.
 
-        `room` is the number of further tokens that the context holds.
+        `room` is the number of tokens that still fit into the context.
         """
         count = len(token_ids)
         continues = (

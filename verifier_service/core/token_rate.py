@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 
-# What the rate is over, seconds, and how finely its begin moves.
+# Seconds over which the rate is measured, and seconds of one counter.
 WINDOW_S = 5.0
 _STEP_S = 0.1
 
 
 class TokenRate:
-    """Counts tokens and returns how many came a second, over the last WINDOW_S seconds."""
+    """Counts tokens and returns their rate over the last WINDOW_S seconds."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int]] = deque()  # begin of a step of time, tokens in it
         self._total = 0
 
     def count(self, num_tokens: int) -> None:
-        """Count tokens that have come now."""
+        """Count tokens that arrive now."""
         now = time.monotonic()
         if self._counts and now < self._counts[-1][0] + _STEP_S:
             begin, before = self._counts[-1]
@@ -30,7 +30,7 @@ class TokenRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the rate; 0 when no token came in the window."""
+        """Return the rate."""
         self._prune(time.monotonic())
         return self._total / WINDOW_S
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, through the target's own tokenizer."""
+"""Convert text to tokens and back with the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Last tokens of the prompt that are decoded with the first output tokens.
 CONTEXT_TOKENS = 6
-# Number of pending tokens at which text is emitted, and number of pending tokens that are kept. A character has at most
-# 4 bytes, and each token at least one.
+# Number of pending tokens at which text is emitted, and number of pending tokens that remain. A character has at most
+# 4 bytes, and each token has at least one byte.
 MOST_PENDING = 16
 KEPT_PENDING = 4
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -36,11 +36,7 @@ class TextCodec:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Loads it.
-
-        Raises:
-            CheckpointError: If there is no tokenizer or it cannot be read.
-        """
+        """Load the tokenizer; raise CheckpointError if there is none or it cannot be read."""
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
             self._backend = self._tokenizer.backend_tokenizer
@@ -60,11 +56,11 @@ class TextCodec:
         self._token_texts: dict[int, str] = {}
 
     def describe(self, token_id: int) -> Described:
-        """Show a token by its text and id."""
+        """Return a description of a token for errors: its text and id."""
         return Described(f"the token {self._backend.id_to_token(token_id)!r} = {token_id}")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, special tokens as the tokenizer adds them.
+        """Return the token ids of a prompt, with the special tokens that the tokenizer adds.
 
         Raises:
             InvalidArgumentError: If the tokenizer fails on the text.
@@ -72,7 +68,7 @@ class TextCodec:
         return self._encode(text, "text", add_special_tokens=True)
 
     def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
-        # encode_batch releases the GIL; `encode` holds it, so that a long prompt would stop the engine for seconds.
+        # encode_batch releases the GIL; `encode` holds it, and a long prompt would block the engine for seconds.
         try:
             ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
@@ -82,9 +78,9 @@ class TextCodec:
         return ids
 
     def encode_bad_word(self, word: str) -> list[list[int]]:
-        """Return the token ids of a word; and those after a space, if they are as many with another first one.
+        """Return the token ids of a word, and also of the word after a space if they are as many but begin differently.
 
-        As vLLM's `SamplingParams.update_from_tokenizer`.
+        Same as vLLM's `SamplingParams.update_from_tokenizer`.
 
         Raises:
             InvalidArgumentError: If the tokenizer fails on the word.
@@ -97,7 +93,7 @@ class TextCodec:
         return [plain, spaced] if is_another else [plain]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, without special ones.
+        """Return the text of tokens without special tokens.
 
         Raises:
             ValueError: If the tokenizer fails on the tokens.
@@ -105,9 +101,9 @@ class TextCodec:
         return self._decode(token_ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, a special one too, as it is behind other text; raises as `decode`.
+        """Return the text of one token, special or not, as it is after other text; errors as of `decode`.
 
-        Tokenizers leave out a space at the beginning of a text.
+        Tokenizers drop a space at the beginning of a text.
         """
         text = self._token_texts.get(token_id)
         if text is None:
@@ -118,7 +114,7 @@ class TextCodec:
         return text
 
     def _ordinary_tokens(self) -> list[int]:
-        """Return the tokens of a letter; none where the tokenizer cannot encode a letter."""
+        """Return the tokens of a letter; none if the tokenizer cannot encode a letter."""
         try:
             return list(self._backend.encode("a", add_special_tokens=False).ids)
         except BaseException as error:
@@ -127,7 +123,7 @@ class TextCodec:
             return []
 
     def decode_all(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, special ones included; raises as `decode`."""
+        """Return the text of tokens with special tokens; errors as of `decode`."""
         return self._decode(token_ids, skip_special_tokens=False)
 
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -142,11 +138,11 @@ class TextCodec:
     def encode_chat(self, chat: pb.Chat) -> list[int]:
         """Return the token ids of a conversation under the chat template.
 
-        They end with the opening of the assistant's answer, or with the last message where that is continued.
+        They end with the opening of the assistant's answer, or with the last message if it is continued.
 
         Raises:
-            InvalidArgumentError: If there is no chat template, the template refuses the messages, or they are wrong
-                in themselves.
+            InvalidArgumentError: If there is no chat template, or the conversation is invalid or refused by the
+                template.
         """
         if not self._tokenizer.chat_template:
             given = Described(f"{len(chat.messages)} messages")
@@ -161,16 +157,15 @@ class TextCodec:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Return whether the tokenizers library raised an error, not an interrupt.
+    """Return whether the tokenizers library raised this error.
 
-    The library raises Exception, and for a panic in Rust a PanicException, which is no Exception and cannot be
-    imported.
+    The library raises Exception, and for a panic in Rust PanicException, which is no Exception and cannot be imported.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def find_tokenizer(directory: Path) -> TextCodec | None:
-    """Return the tokenizer of a target's directory; None without a tokenizer, so that only token ids are served."""
+    """Return the tokenizer of a target's directory; None without one, which serves only token ids."""
     return TextCodec(directory) if has_tokenizer(directory) else None
 
 
@@ -183,7 +178,7 @@ def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:
     """Log a warning if a tokenizer has ids beyond a target's `vocab_size`."""
     if codec.largest_token_id >= vocab_size:
         logger.warning(
-            "the tokenizer has %s, for which the target of %d tokens has no row: prompts with such tokens are refused",
+            "the tokenizer has %s, beyond the target's vocabulary of %d tokens: prompts with such tokens are refused",
             codec.describe(codec.largest_token_id),
             vocab_size,
         )
@@ -192,13 +187,13 @@ def warn_of_ids_beyond(codec: TextCodec, vocab_size: int) -> None:
 class Detokenizer:
     """Output text of one request, token by token; incomplete characters are held back.
 
-    The text of new tokens is the difference that they make to the text of a few earlier tokens: tokenizers decode a
-    token differently at the beginning of a text, and a character may span several tokens. The cost of a token does not
-    grow with the number of pending tokens, because one client's tokens must not delay other clients.
+    New tokens are decoded together with a few earlier tokens, because tokenizers decode a token differently at the
+    beginning of a text, and a character may span several tokens. The cost of a token is independent of the number of
+    pending tokens, so that no client's tokens delay other clients.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        """Without `skip_special_tokens`, special tokens have their text."""
+        """Without `skip_special_tokens`, the text has the special tokens."""
         self._decode = codec.decode if skip_special_tokens else codec.decode_all
         self._silent_ids = codec.silent_ids if skip_special_tokens else frozenset[int]()
         self._context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in self._silent_ids]
@@ -212,14 +207,14 @@ class Detokenizer:
         self._pending.append(token_id)
         text = self._text()
         if text and not text.endswith(REPLACEMENT):
-            return self._give_out(text)
+            return self._emit(text)
         return self._shorten(text) if len(self._pending) >= MOST_PENDING else ""
 
     def flush(self) -> str:
         """Return the text held back, with replacement characters for invalid UTF-8."""
-        return self._give_out(self._text()) if self._pending else ""
+        return self._emit(self._text()) if self._pending else ""
 
-    def _give_out(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         self._context, self._context_text, self._pending = self._pending, None, []
         return text
 
@@ -238,7 +233,7 @@ class Detokenizer:
         kept, given = self._pending[-KEPT_PENDING:], self._pending[:-KEPT_PENDING]
         whole = [self._decode(self._context + given + kept[:count]) for count in range(KEPT_PENDING + 1)]
         if not whole[-1].startswith(whole[0]):
-            return self._give_out(text)
+            return self._emit(text)
         expected = [one[len(whole[0]) :] for one in whole]
         for context in (self._context, given):
             own = [self._decode(context + kept[:count]) for count in range(KEPT_PENDING + 1)]
@@ -246,19 +241,19 @@ class Detokenizer:
                 free = text[: len(text) - len(expected[-1])]
                 self._context, self._context_text, self._pending = context, own[0], kept
                 return free
-        return self._give_out(text)
+        return self._emit(text)
 
 
 class StopFinder:
     """Holds back text that may be the beginning of a stop text, and finds the first stop text in a stream.
 
-    The cost of a character does not depend on the stop texts' lengths (Knuth, Morris and Pratt, 1977), because one
-    client's stop texts must not delay other clients.
+    The cost of a character is independent of the stop texts' lengths (Knuth, Morris and Pratt, 1977), so that no
+    client's stop texts delay other clients.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)  # characters of each stop text that the text so far ends with
+        self._matched = [0] * len(stops)  # characters of each stop text that end the text so far
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -295,7 +290,7 @@ class StopFinder:
 
 
 def _borders(stop: str) -> list[int]:
-    """Return, for each prefix of `stop`, the length of its longest proper suffix that is a prefix too."""
+    """Return, for each prefix of `stop`, the length of its longest proper suffix that is also a prefix."""
     borders = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):

@@ -1,1 +1,1 @@
-"""The engine: planning, executing and committing steps."""
+"""The engine: plan, execute and commit steps."""

@@ -1,4 +1,4 @@
-"""The verifier's engine: one thread that plans steps, executes them, commits their tokens and tells the drafters."""
+"""The verifier's engine: one thread that plans, executes and commits steps, and sends them to the drafters."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class EngineLimits:
     max_prefill_rows: int  # rows of prompts in one step
     num_blocks: int
     draft_deadline_s: float | None  # None waits until a drafter answers or is lost
-    adaptive_k: bool | None = None  # whether fewer drafts are asked for where that is faster; see `Drafting`
+    adaptive_k: bool | None = None  # whether fewer drafts are requested where that is faster; see `Drafting`
     prefix_caching: bool = True
     async_scheduling: bool = False  # whether a step is executed before the previous step is committed
 
     @property
     def max_open(self) -> int:
-        """Return the most open requests: running, waiting, or with unread output. A whole batch may end at once, with
-        its output still unread when other requests have taken its places.
+        """Return the most open requests: running, waiting, or with unread output. A whole batch may end at once, and
+        its output may be unread when the next batch runs.
         """
         return 2 * self.max_num_seqs + self.max_queue
 
@@ -66,11 +66,11 @@ class Workers(Protocol):
 class Engine:
     """Continuous batching with verification of drafts.
 
-    One iteration of the loop plans a step, executes it, commits the step before it and tells the drafters. All state
-    belongs to the engine's thread; others reach it through `submit`, `cancel` and `post`.
+    One iteration of the loop plans a step, executes it, commits the previous step and sends rows to the drafters. All
+    state belongs to the engine's thread; other threads use `submit`, `cancel` and `post`.
 
-    With `async_scheduling` a step is launched before the host has the previous step's tokens; see `Planner`. A row
-    after a request's end is then computed without use. If all requests wait for drafts, the executor may launch their
+    With `async_scheduling` a step is launched before the host has the previous step's tokens; see `Planner`. Rows
+    after a request's end are then computed in vain. If all requests wait for drafts, the executor may launch their
     forward pass, which starts when the drafts arrive.
     """
 
@@ -84,9 +84,9 @@ class Engine:
         workers: Workers | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        """The engine's thread calls `deliver` with a step's output, `on_failure` after a fatal failure, when the
-        requests have their error, and `observer`, if any, with each step at each stage; none may block. `workers` have
-        the other ranks of a split target.
+        """The engine's thread calls `deliver` with a step's output, `on_failure` after a fatal failure and the
+        requests' errors, and `observer` with each step at each stage; none may block. `workers` are the other ranks of
+        a split target.
         """
         runner = start_runner(
             target, limits.num_blocks, limits.max_num_seqs, config.num_speculative_tokens, limits.max_prefill_rows
@@ -143,7 +143,7 @@ class Engine:
         self._thread.join()
 
     def submit(self, *requests: Request) -> None:
-        """Submit requests, which are queued all or none; each gets its output or an error."""
+        """Submit requests, of which all or none are queued; each gets its output or an error."""
         self._inbox.submit(*requests)
 
     def cancel(self, request: Request, reason: str = "abort", output_tokens: int = 0) -> None:
@@ -158,15 +158,15 @@ class Engine:
         """Post an event of a drafter's stream."""
         self._inbox.post(event)
 
-    def flush_cache(self, on_done: Callable[[int], None]) -> None:
+    def flush_cache(self, on_done: Callable[[int], object]) -> None:
         """Forget the prefixes that no request uses; `on_done` gets the number of blocks that can still be found.
 
-        `on_done` is called in the engine's thread and must not block; never, once the engine has ended.
+        `on_done` is called in the engine's thread and must not block. It is not called after the engine has ended.
         """
         self._inbox.call(lambda: on_done(self.scheduler.flush_cache()))
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """Have `deliver` called in the engine's thread with what the prefix cache has, and with every change."""
+        """Call `deliver`, in the engine's thread, with the blocks of the prefix cache, and with every change."""
         self._inbox.call(lambda: self.scheduler.watch_cache(deliver))
 
     def _run(self, on_failure: Callable[[], None]) -> None:
@@ -182,25 +182,25 @@ class Engine:
         try:
             self._executor.drop_prepared()
         except RuntimeError:
-            logger.exception("the prepared step is not dropped")
+            logger.exception("the prepared step cannot be dropped")
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._outputs.refuse(request, error)
         self._outputs.deliver()
         self._inbox.close(error)
 
     def _loop(self) -> None:
-        """Plan, execute, commit and tell the drafters, until the engine is stopped.
+        """Plan, execute and commit steps, and send rows to the drafters, until the engine is stopped.
 
         With asynchronous scheduling a step is executed before the step in flight is committed.
         """
-        has_moved = has_told = False
-        while self._receive(wait=not has_moved):
+        has_progress = has_sent = False
+        while self._receive(wait=not has_progress):
             committing, step = self._in_flight, None
-            # If all requests wait for drafts and no event came, there is nothing to send or to plan.
-            if committing is not None or not has_told or self._inbox.has_received or not self._planner.all_wait:
-                self._tell_drafters()
+            # If all requests wait for drafts and no event arrived, there is nothing to send or to plan.
+            if committing is not None or not has_sent or self._inbox.has_received or not self._planner.all_wait:
+                self._send_to_drafters()
                 step = self._execute_next()
-            has_told = False
+            has_sent = False
             if not self._planner.is_async:
                 committing, step = step, None
             if committing is None and step is None:
@@ -212,19 +212,19 @@ class Engine:
                     continue
             self._in_flight = step
             if committing is not None:
-                has_told = self._commit(committing)
-            has_moved = self._outputs.take_has_freed() or committing is not None or step is not None
+                has_sent = self._commit(committing)
+            has_progress = self._outputs.take_has_freed() or committing is not None or step is not None
 
     def _receive(self, *, wait: bool) -> bool:
         """Apply the events; return False if the engine must stop."""
-        self.scheduler.tell_cache()
+        self.scheduler.deliver_cache_events()
         if wait and not self._inbox.has_events():
             self._count_step()
             if not self._executor.is_prepared:  # else the forward pass hides this work
                 self._outputs.count()
         return self._inbox.receive(wait=wait)
 
-    def _tell_drafters(self, *, has_answers: bool = True) -> None:
+    def _send_to_drafters(self, *, has_answers: bool = True) -> None:
         """Send new rows to the drafters. If all answers were taken (`has_answers` is false), also find slow and lost
         drafters."""
         try:
@@ -236,7 +236,7 @@ class Engine:
             self._outputs.fail_step(self.scheduler.running, error)
 
     def _execute_next(self) -> Step | None:
-        """Plan the next step and execute it, if there is one."""
+        """Plan the next step and execute it; None if there is none."""
         step: Step | None = None
         try:
             self._executor.drop_expired(self.scheduler.running)
@@ -256,11 +256,11 @@ class Engine:
             self._outputs.fail_step(self.scheduler.running, error)
 
     def _commit(self, step: Step) -> bool:
-        """Wait for a step, commit its tokens and tell the drafters; return whether that succeeded."""
+        """Wait for a step, commit its tokens and send them to the drafters; return whether the step succeeded."""
         self.drafting.commit(step.announced)
         try:
             self._executor.wait(step)
-            self.times.land()
+            self.times.finish_step()
             step.committed_at = time.monotonic()
             step.is_delayed = self._in_flight is not None and self._in_flight.has_prompts
             self._uncounted = step
@@ -272,11 +272,11 @@ class Engine:
             step.abandon()
             self._outputs.fail_step([row.request for row in step.rows], error)
             return False
-        self._tell_drafters(has_answers=False)  # drafters wait for the tokens, other work does not
+        self._send_to_drafters(has_answers=False)  # first, because the drafters wait for the tokens
         return True
 
     def _count(self) -> None:
-        """Count the last step and its verified drafts, after the drafters got their rows."""
+        """Count the last step and its verified drafts, after the rows were sent to the drafters."""
         self._count_step()
         self._outputs.count()
 
@@ -296,7 +296,7 @@ class Engine:
             )
 
     def _release(self, request: Request) -> None:
-        """Drop a request's state other than its tokens; a preempted request is opened again when it runs again."""
+        """Drop a request's state except its tokens. A preempted request is opened at a drafter again when it runs."""
         self.drafting.release(request)
         self._executor.forget(request)
 
@@ -313,7 +313,7 @@ class Engine:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the cache blocks in use, [0, 1]."""
+        """Return the share of the cache blocks in use, [0, 1]."""
         return self.scheduler.kv_cache_usage
 
     @property

@@ -30,12 +30,12 @@ RunForward = Callable[[ForwardInput], ForwardOutput]
 
 
 class Executor:
-    """Used by the engine's thread alone.
+    """Executes steps. Used only by the engine's thread.
 
-    A launch takes the host a millisecond. So `prepare` launches the forward pass of a step before its drafts arrive,
-    and the pass starts when a drafter's answer, or its drafts in shared memory, are seen.
+    A launch costs a millisecond on the host. So `prepare` launches the forward pass of a step before its drafts arrive,
+    and the pass starts when the host sees a drafter's answer, or early drafts in shared memory.
 
-    After sampling, a step writes its features to the memory that they are sent from. Other features are copied on a
+    After sampling, a step writes its features to the memory for sending. Other features are copied on a
     second stream, so that they are not sent a step late. The second stream reads only rows of committed steps, and each
     launch waits for its unfinished copies. The second stream should run no kernels, although draft logits need some:
     after kernels on a second stream a GPU takes longer between all kernels (docs/decisions/007-second-stream.md).
@@ -61,7 +61,7 @@ class Executor:
         self._drafting = drafting
         self._times = times
         self._mask_filler = MaskFiller(self._device)
-        # Streams of a GPU: that of the steps, and the thread's current stream, which drafting uses.
+        # Streams of a GPU: one for the steps, and the thread's current stream for copies to and from drafters.
         is_gpu = self._device.type == "cuda"
         self._steps = torch.cuda.default_stream(self._device) if is_gpu else None
         self._beside = torch.cuda.Stream(self._device, priority=-1) if is_gpu else None
@@ -73,14 +73,14 @@ class Executor:
             torch.cuda.set_stream(self._beside)
 
     def _on_steps(self) -> AbstractContextManager[object]:
-        """Launch on the stream of the steps within this context."""
+        """Return a context in which launches use the stream of the steps."""
         return nullcontext() if self._steps is None else torch.cuda.stream(self._steps)
 
     def execute(self, step: Step, in_flight: Step | None) -> Step:
         """Launch a planned step after the step in flight.
 
         Returns:
-            The step that runs: the prepared one with the planned rows if its forward pass computes them, else `step`.
+            The step that runs: the prepared step with the planned rows if its pass computes these rows, else `step`.
         """
         with self._on_steps():
             # Usually no copy is left; waiting would cost two driver calls in each step.
@@ -129,10 +129,10 @@ class Executor:
         step.sampler_output, step.forward = output, None
 
     def _masks(self, sampling: Sequence[ScheduledRows], in_flight: Step | None) -> RowMasks | None:
-        """Return the masks of requests with structured output, made while the device runs the step's forward pass.
+        """Return the masks of requests with structured output, filled while the device runs the forward pass.
 
         A row that follows a step in flight needs that step's token on the host. So the launch of the sampling waits for
-        that step, in whose place the device then has the forward pass of this one.
+        that step; meanwhile the forward pass of this step is already launched.
         """
         masked: list[MaskedRows] = []
         first = 0
@@ -173,7 +173,7 @@ class Executor:
     # Steps whose drafts are awaited.
 
     def prepare(self, step: Step) -> None:
-        """Prepare a planned step to start as soon as its drafts are seen, if the device can."""
+        """Prepare a planned step, if the device can, to start as soon as its drafts arrive."""
         self._times.enter(Phase.WAIT)
         with self._on_steps():
             self._prelaunch.launch(step)
@@ -183,22 +183,22 @@ class Executor:
 
     @property
     def prepared(self) -> Step | None:
-        """Return the prepared step that has been neither executed nor dropped, if there is one."""
+        """Return the prepared step that is neither executed nor dropped, or None."""
         return self._prelaunch.pending
 
     @property
     def is_prepared(self) -> bool:
-        """Return whether there is such a step."""
+        """Return whether there is a prepared step."""
         return self._prelaunch.pending is not None
 
     @property
     def computes_prepared(self) -> bool:
-        """Return whether the device computes a prepared step, which waits only for its drafts' answer."""
+        """Return whether the device computes a prepared step with early drafts, whose answer has not arrived."""
         return self._prelaunch.is_released
 
     @property
     def deadline(self) -> float | None:
-        """Monotonic time at which a prepared step is to be dropped; None without one."""
+        """Return the monotonic time at which the prepared step must be dropped; None without a prepared step."""
         return self._prelaunch.deadline
 
     def drop_prepared(self) -> None:
@@ -206,7 +206,7 @@ class Executor:
         self._prelaunch.abandon()
 
     def drop_expired(self, running: Collection[Request]) -> None:
-        """Drop the prepared step if it has waited for long, or if no requests are running."""
+        """Drop the prepared step if its deadline has passed or no requests are running."""
         deadline = self._prelaunch.deadline
         if deadline is not None and (time.monotonic() >= deadline or not running):
             self._prelaunch.abandon()
@@ -217,7 +217,7 @@ class Executor:
         return self._prelaunch.has_early_drafts
 
     def take_early_drafts(self) -> bool:
-        """Start the prepared step with these drafts; return whether they are valid."""
+        """Start the prepared step with the early drafts; return whether the drafts are valid."""
         drafts = self._prelaunch.read_early_drafts()
         if drafts is None:
             return False
@@ -226,7 +226,7 @@ class Executor:
         return True
 
     def take_answer(self, answer: Answered) -> bool:
-        """Start the prepared step if it waits for this answer, which is not checked yet; return whether it did."""
+        """Start the prepared step if it waits for this unchecked answer; return whether it was started."""
         drafts = self._prelaunch.read_answer(answer)
         if drafts is None:
             return False
@@ -249,8 +249,7 @@ class Executor:
     # Features and memory.
 
     def need_features(self, stream: Stream) -> bool:
-        """Allocate the feature store of a new stream and return True; without memory end the stream and return
-        False."""
+        """Allocate the feature store of a new stream. Without memory, end the stream and return False."""
         try:
             with self._on_steps():  # the steps write the store
                 self._stores.need(stream.head.kind, stream.head.fusion)
@@ -267,12 +266,12 @@ class Executor:
 
     @property
     def features(self) -> dict[FeatureKind, FeatureStore]:
-        """The features of committed steps, [kind]."""
+        """Return the features of committed steps by kind."""
         return self._stores.by_kind
 
     def copying(self, in_flight: Step | None) -> AbstractContextManager[object]:
-        """Copy features read within this context on the second stream, or on the stream of the steps if the device is
-        idle."""
+        """Return a context in which features are copied on the second stream, or on the stream of the steps if the
+        device is idle."""
         return self._on_steps() if in_flight is None and not self.is_prepared else nullcontext()
 
     def forget(self, request: Request) -> None:
@@ -286,12 +285,12 @@ class Executor:
 
 
 def _sampled_for(request: Request, step: Step) -> list[int]:
-    """Return the tokens that a step, which the device has finished, has sampled for a request."""
+    """Return the tokens that a finished step has sampled for a request."""
     return [token for row in step.rows if row.request is request and row.sampled for token in row.sampled.tokens]
 
 
 def _forward_input(rows: Sequence[ScheduledRows], in_flight: Step | None) -> ForwardInput:
-    """Return the input of a step's forward pass; some token ids may still be sampled by the step in flight."""
+    """Return the input of a step's forward pass; the step in flight may still sample some of its token ids."""
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -311,7 +310,7 @@ def _forward_input(rows: Sequence[ScheduledRows], in_flight: Step | None) -> For
 
 
 def _future_tokens(followed: Sequence[tuple[int, int]], in_flight: Step | None) -> FutureTokens | None:
-    """Return the future token ids of (row, place in the sample of the step in flight)."""
+    """Return the future token ids of pairs (row, index in the sample of the step in flight)."""
     if not followed:
         return None
     assert in_flight is not None

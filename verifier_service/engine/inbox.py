@@ -21,7 +21,7 @@ from verifier_service.engine.scheduler import Scheduler
 from verifier_service.engine.step import Step
 
 # Seconds between polls for drafts while the thread waits for a step.
-LOOK_EVERY_S = 50e-6
+POLL_INTERVAL_S = 50e-6
 # Seconds that output waits for the next step's drafts, whose forward pass hides the delivery.
 OUTPUT_DELAY_S = 0.003
 
@@ -33,7 +33,7 @@ class _Submitted:
 
 @dataclass(frozen=True, eq=False)
 class _Cancelled:
-    """A request is cancelled by its client's side."""
+    """The client process cancels a request."""
 
     request: Request
     reason: str
@@ -47,9 +47,9 @@ class _Refused:
 
 @dataclass(frozen=True, eq=False)
 class _Called:
-    """Something is to be done in the engine's thread."""
+    """A function to be called in the engine's thread."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ class Inbox:
 
     Attributes:
         has_received: Whether the last `receive` found an event.
-        stop_reason: Why the engine was asked to stop; empty before.
+        stop_reason: Why the engine was told to stop; empty before.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Inbox:
         times: StepTimes,
         awake_s: float,
     ) -> None:
-        """`awake_s` is that of `Mailbox`."""
+        """`awake_s` as of `Mailbox`."""
         self.has_received = False
         self.stop_reason = ""
         self._scheduler = scheduler
@@ -99,7 +99,7 @@ class Inbox:
     # From any thread.
 
     def submit(self, *requests: Request) -> None:
-        """Submit requests, which are queued all or none; after the engine has ended they get an error."""
+        """Submit requests, of which all or none are queued; after the engine's end they get an error."""
         self._mailbox.put(_Submitted(requests))
         if self._error is not None:
             self._refuse_submitted(self._error)
@@ -112,8 +112,8 @@ class Inbox:
         """Count a request that was not submitted."""
         self._mailbox.put(_Refused())
 
-    def call(self, run: Callable[[], None]) -> None:
-        """Have `run`, which must not raise, called in the engine's thread between two steps; dropped after its end."""
+    def call(self, run: Callable[[], object]) -> None:
+        """Call `run` in the engine's thread between two steps, unless the engine has ended; `run` must not raise."""
         self._mailbox.put(_Called(run))
 
     def post(self, event: LinkEvent) -> None:
@@ -133,25 +133,25 @@ class Inbox:
     # In the engine's thread.
 
     def close(self, error: DraftwireError) -> None:
-        """Give this error to each request that is still submitted."""
+        """Answer all requests that were not applied with an error."""
         self._error = error
         self._refuse_submitted(error)
 
     def has_events(self) -> bool:
-        """Return whether there is an event, which may be drafts."""
+        """Return whether there is an event; early drafts count."""
         return self._mailbox.wait(0)
 
     def comes_before(self, step: Step) -> bool:
-        """Wait for a step; return whether an event came first that may allow the next step."""
+        """Wait for a step; return whether an event that may allow the next step arrived before its end."""
         self._times.enter(Phase.SAMPLE)
         if self._drafting.wait_policy.is_awaited:
             while not step.is_done:
-                if self._mailbox.wait(LOOK_EVERY_S):
+                if self._mailbox.wait(POLL_INTERVAL_S):
                     return True
         return False
 
     def receive(self, *, wait: bool) -> bool:
-        """Apply all events; with `wait`, wait for one or for a deadline. Return False when the engine is to stop."""
+        """Apply all events; with `wait`, wait for an event or a deadline. Return False if the engine must stop."""
         if wait:
             waiting = Phase.SAMPLE if self._executor.computes_prepared else Phase.WAIT
             self._times.enter(waiting if self._scheduler.running else Phase.IDLE)
@@ -169,7 +169,7 @@ class Inbox:
         return True
 
     def _next(self) -> _Event:
-        """Wait for an event, and deliver output if none comes soon; a step that starts soon hides the delivery.
+        """Wait for an event, and deliver output if none arrives soon; a step that starts soon hides the delivery.
 
         Raises:
             queue.Empty: If a deadline passes first.
@@ -225,7 +225,7 @@ class Inbox:
         self._executor.keep_features(self._drafting.feature_kinds)
 
     def _start(self, start: Callable[[], bool | None]) -> bool:
-        """Return the result of `start`; True if it failed, because nothing is left to start."""
+        """Return the result of `start`; True if it raised an error, because then nothing is left to start."""
         try:
             return bool(start())
         except Exception as error:
@@ -233,7 +233,7 @@ class Inbox:
             return True
 
     def _watch_stream(self, event: Connected | Disconnected) -> None:
-        """Read answers of a direct channel in this thread."""
+        """Begin or end reading a direct channel's answers in this thread."""
         stream = event.stream
         if stream.is_direct and isinstance(event, Connected):
             self._mailbox.watch(stream.fileno(), stream.read_direct)

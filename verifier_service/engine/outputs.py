@@ -1,4 +1,4 @@
-"""Sampled tokens: committed at once, counted and delivered later."""
+"""Commit sampled tokens at once; count and deliver them later."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MOST_STEPS_HELD = 3
 
 
 class RequestOutputs:
-    """Commits tokens, counts and delivers them, and ends requests. Used by the engine's thread alone.
+    """Commits tokens, counts and delivers them, and ends requests. Used only by the engine's thread.
 
-    Drafters wait for committed tokens, so other work is done later, by `count` and `deliver`.
+    Drafters wait for committed tokens, so `count` and `deliver` do all other work later.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class RequestOutputs:
         *,
         is_synthetic: bool,
     ) -> None:
-        """`deliver` takes messages and errors and must not block; `release` drops other state of an ended request.
-        """
+        """`deliver` takes messages and errors and must not block; `release` drops other state of an ended request."""
         self._scheduler = scheduler
         self._drafting = drafting
         self._metrics = metrics
@@ -65,7 +64,7 @@ class RequestOutputs:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether there is anything to deliver."""
+        """Return whether output or errors wait for delivery."""
         return bool(self._undelivered) or bool(self._undelivered_prompts) or bool(self._errors)
 
     @property
@@ -81,7 +80,7 @@ class RequestOutputs:
                 continue
             row.request.num_in_flight -= 1
             if row.prompt_logprobs is not None:
-                row.request.num_prompt_told += row.num_prompt_logit_rows
+                row.request.num_prompt_logprobs += row.num_prompt_logit_rows
                 self._undelivered_prompts.append((row.request, row.prompt_logprobs))
             if row.samples:
                 self._commit_tokens(row, step.committed_at)
@@ -103,11 +102,11 @@ class RequestOutputs:
             self.fail(request, request.grammar.error)
             return
         if not tokens:
-            causes = (
-                "the target's logits are not finite, or structured output, allowed_token_ids and bad words leave no "
-                "token"
+            text = (
+                "no token can be drawn: the target's logits are not finite, or structured output, allowed_token_ids "
+                "and bad words leave no token"
             )
-            self.fail(request, ServerError(f"no token can be drawn: {causes}"))
+            self.fail(request, ServerError(text))
             return
         if request.first_token is None:
             request.first_token = now
@@ -127,9 +126,9 @@ class RequestOutputs:
             self.forget(request)
 
     def cancel(self, request: Request, reason: str, output_tokens: int) -> None:
-        """End a request, unless it has ended, for one of `FINISHED_REASONS` that its client's side found.
+        """End a request for one of `FINISHED_REASONS` found by the client process, unless it has ended.
 
-        `output_tokens` is the number of tokens that the client gets of a request ended by a stop text.
+        `output_tokens` is the number of tokens that the client gets, for a request ended by a stop text.
         """
         if request in self._scheduler.running or request in self._scheduler.waiting:
             self._metrics.count_end(reason, time.monotonic() - request.arrived)
@@ -144,7 +143,7 @@ class RequestOutputs:
         self.forget(request, has_failed=True)
 
     def fail_step(self, requests: Iterable[Request], error: Exception) -> None:
-        """End the requests of a step that failed, or exit if the device is lost: each further step would fail."""
+        """End the requests of a failed step; raise RuntimeError if the device is lost, because all steps would fail."""
         failed = list(requests)
         request_ids = [request.request_id for request in failed]
         logger.exception("the step failed; its requests are ended", extra=fields(request_ids=request_ids))
@@ -155,12 +154,12 @@ class RequestOutputs:
                 self.fail(request, ServerError(f"the step failed: {error}"))
 
     def take_has_freed(self) -> bool:
-        """Return whether a failed step has made room for other requests since the last call."""
+        """Return whether a failed step has freed blocks since the last call."""
         has_freed, self._has_freed = self._has_freed, False
         return has_freed
 
     def refuse(self, request: Request, error: DraftwireError) -> None:
-        """Answer a request that was not accepted, or that ends with its engine."""
+        """Answer a request with an error, because it is not accepted or the engine ends."""
         self._errors.append((request, error))
 
     def deliver_error(self, request: Request, error: DraftwireError) -> None:
@@ -173,7 +172,7 @@ class RequestOutputs:
         self._release(request)
 
     def count(self) -> None:
-        """Count what the last steps have verified."""
+        """Count the verified drafts of the last steps."""
         for row in self._uncounted:
             self._count(row)
         self._uncounted.clear()
@@ -190,7 +189,7 @@ class RequestOutputs:
     def deliver_behind(self, step: Step | None, committing: Step) -> None:
         """Deliver output while the device computes `step`, or hold it back until the next step.
 
-        Output is held back if the device waits for the host, because `committing` is done: one message for several
+        Output is held back if `committing` is done, so that the device waits for the host: one message for several
         steps takes less time of the interpreter, which this thread shares with the thread that writes messages.
         """
         is_late = step is not None and committing.marks is not None and committing.is_done
@@ -199,7 +198,7 @@ class RequestOutputs:
             self.deliver()
 
     def deliver(self) -> None:
-        """Turn the output of committed steps into messages and deliver them."""
+        """Deliver the output of committed steps as messages."""
         rows, self._undelivered = self._undelivered, []
         messages: list[list[ScheduledRows]] = []
         latest: dict[Request, list[ScheduledRows]] = {}
@@ -208,15 +207,15 @@ class RequestOutputs:
                 assert row.sampled is not None
                 row.piece = Piece(row.sampled.tokens)
             self._observe(row, row.piece)
-            # Statistics as of the message's last token.
+            # The statistics of a message are those of its last token.
             if row.request in latest and latest[row.request][-1].statistics is None:
                 latest[row.request].append(row)
             else:
                 latest[row.request] = [row]
                 messages.append(latest[row.request])
         items: list[tuple[Request, Item]] = [
-            (request, generate_pb2.GenerateResponse(prompt_logprobs=told.messages(len(told.ranks))))
-            for request, told in self._undelivered_prompts
+            (request, generate_pb2.GenerateResponse(prompt_logprobs=logprobs.messages(len(logprobs.ranks))))
+            for request, logprobs in self._undelivered_prompts
         ]
         self._undelivered_prompts = []
         items += [(steps[0].request, response(steps)) for steps in messages]
@@ -240,7 +239,7 @@ class RequestOutputs:
 
 
 def response(steps: Sequence[ScheduledRows]) -> generate_pb2.GenerateResponse:
-    """Return the message of one request's output in one or several steps, without its text."""
+    """Return the message of one request's output in one or several steps, without text."""
     token_ids: list[int] = []
     drafted: list[bool] = []
     logprobs: list[generate_pb2.TokenLogprobs] = []

@@ -1,4 +1,4 @@
-"""The plan of the next step, while another step may be in flight."""
+"""Plan the next step, while another step may be in flight."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from verifier_service.engine.step import Step, StepObserver
 
 
 class Planner:
-    """Plans steps from the scheduler's requests and the awaited drafts. Used by the engine's thread alone.
+    """Plans steps from the scheduler's requests and the awaited drafts. Used only by the engine's thread.
 
     With asynchronous scheduling a step may be planned while another step is in flight: with other requests, with
     further rows of the same prompts, and, without drafts, with the tokens that the step in flight samples.
 
     Attributes:
-        is_async: Whether steps are planned while another one is in flight.
+        is_async: Whether steps are planned while another step is in flight.
     """
 
     def __init__(
         self, scheduler: Scheduler, drafting: Drafting, observer: StepObserver | None = None, *, is_async: bool
     ) -> None:
-        """`observer` is called by each planned step."""
+        """`observer` is passed to each planned step."""
         self.is_async = is_async
         self._scheduler = scheduler
         self._drafting = drafting
         self._observer = observer
 
     def plan(self, in_flight: Step | None, prepared: Step | None = None) -> Step | None:
-        """Return the next step; None if there is nothing to compute, or waiting for drafts is faster.
+        """Return the next step; None if there is nothing to compute, or if waiting for drafts is faster.
 
         Args:
             in_flight: The step that the device computes.
-            prepared: The step whose drafts the executor waits for: the next step takes no prompts and has the same
-                limit.
+            prepared: The prepared step, whose drafts are awaited. The next step takes no prompts and has its limit.
         """
         waits = self._drafting.wait_policy
         following = self._following(in_flight) if in_flight is not None else {}
@@ -63,7 +62,7 @@ class Planner:
     def plan_awaited(self) -> Step | None:
         """Return the step in which all requests verify their awaited drafts; None if the next step differs.
 
-        Draft rows have blocks and no tokens yet. A waiting request is computed before the drafts arrive.
+        Draft rows have blocks but no tokens yet. If a request waits for admission, the next step computes its prompt.
         """
         if not self.is_async or self._scheduler.may_admit:
             return None
@@ -78,7 +77,7 @@ class Planner:
         return Step([*map(_awaited_rows, running, rooms)], self._observer, limit=limit)
 
     def _choose(self, decoding: Sequence[Request], *, prepared: Step | None) -> dict[Request, int]:
-        """Return how many drafts are verified, of the requests that have some."""
+        """Return the number of verified drafts of each request with drafts."""
         budget, offers = self._drafting.budget, offers_of(decoding)
         if not offers:
             return {}
@@ -96,23 +95,24 @@ class Planner:
         return not self._scheduler.may_admit and self._drafting.wait_policy.all_wait(self._scheduler.running)
 
     def _splits_batch(self, in_flight: Step, can_join: Callable[[Request], bool]) -> bool:
-        """Return whether a step beside the step in flight would split the batch of the step after it. Requests without
-        a drafter would never share a step again, and prompts alone would delay requests whose drafts come soon."""
+        """Return whether a step beside the step in flight would split the batch of the next step. Requests without a
+        drafter would never share a step again, and a step of prompts only would delay requests whose drafts arrive
+        soon."""
         waits, is_bound = self._drafting.wait_policy, self._drafting.placement.is_bound
         others = [one for one in self._scheduler.running if one.is_decoding and not one.is_in_flight]
-        flying = [row.request for row in in_flight.rows if row.is_current]
-        landing = [one for one in flying if one.is_decoding]
+        in_step = [row.request for row in in_flight.rows if row.is_current]
+        decoding = [one for one in in_step if one.is_decoding]
         joining = [one for one in others if can_join(one)]
         if not joining:
-            return any(one.drafts is not None for one in others) or waits.come_soon(landing)
-        if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in flying):
+            return any(one.drafts is not None for one in others) or waits.come_soon(decoding)
+        if any(not is_bound(one) for one in others) and any(not is_bound(one) for one in in_step):
             return True
         # Sequences of two near drafters are faster in one step.
-        return all(one.drafts is not None for one in joining) and waits.come_soon(landing)
+        return all(one.drafts is not None for one in joining) and waits.come_soon(decoding)
 
     def _following(self, in_flight: Step) -> dict[Request, int]:
-        """Return the requests that continue before the tokens of the step in flight are known, and the places of these
-        tokens in its sample. All requests continue or none, so that they stay in one batch."""
+        """Return the requests that continue before the step in flight has their tokens, and the indices of these tokens
+        in its sample. Either all or no requests continue, so that they stay in one batch."""
         output = in_flight.sampler_output
         if output is None or output.first_tokens is None or self._drafting.wait_policy.is_awaited:
             return {}
@@ -132,7 +132,7 @@ class Planner:
         return following
 
     def _continuing_prefills(self, in_flight: Step) -> dict[Request, int]:
-        """Return the requests with further rows of a prompt whose earlier rows are in flight, and the first of them."""
+        """Return the requests with further prompt rows after those in flight, and the position of the first."""
         return {
             row.request: row.start + len(row.tokens)
             for row in in_flight.rows
@@ -141,6 +141,6 @@ class Planner:
 
 
 def _awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
-    """Return the rows of a request that waits for up to so many drafts."""
+    """Return the rows of a request that waits for up to `num_drafts` drafts."""
     last = len(request.tokens) - 1
     return ScheduledRows(request, last, [request.tokens[last]] + [UNKNOWN_TOKEN] * num_drafts, None, samples=True)

@@ -1,4 +1,4 @@
-"""The cache's blocks: their users, and full blocks that are found again by their tokens."""
+"""The cache's blocks: their users, and full blocks that can be found by their tokens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ _HASH_BYTES = 16
 class PrefixCache:
     """Allocates blocks and counts their users; full blocks can be found by their tokens and all earlier tokens.
 
-    An unused block that can be found is kept until its room is needed; the least recently used block is freed first.
+    An unused block that can be found stays until memory is needed; the least recently used block is freed first.
     Blocks shared by several requests are never written.
 
     Hashes are keyed with a secret of the process, so that no client can construct two prefixes with the same hash. A
     salt is part of the hashes: only requests with equal salts share blocks.
 
     Attributes:
-        events: Blocks that can be found, or cannot be found any more, for those who ask.
+        events: Changes of the blocks that can be found.
     """
 
     def __init__(self, num_blocks: int, *, is_enabled: bool = True) -> None:
-        """If not enabled, no block is ever found.
-
-        Raises:
-            InvalidArgumentError: If there is no block to allocate.
-        """
+        """If `is_enabled` is false, no block is ever found. Raise InvalidArgumentError without a block to allocate."""
         self.is_enabled = is_enabled
         self.events = CacheEventLog()
         self._pool = BlockPool(num_blocks)
@@ -45,16 +41,16 @@ class PrefixCache:
 
     @property
     def num_free(self) -> int:
-        """Number of unused blocks."""
+        """Return the number of unused blocks."""
         return self._pool.num_free + len(self._unused)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use, [0, 1]."""
+        """Return the share of the blocks in use, [0, 1]."""
         return 1 - self.num_free / (self._pool.num_blocks - 1)
 
     def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int], num_blocks: int, salt: str = "") -> None:
-        """Append to `hashes`, those of the first full blocks of `tokens`, until there are `num_blocks`."""
+        """Append to `hashes`, the hashes of the first full blocks of `tokens`, until there are `num_blocks`."""
         root = blake2b(salt.encode(), digest_size=_HASH_BYTES, key=self._key).digest() if salt and not hashes else b""
         for start in range(len(hashes) * BLOCK_SIZE, num_blocks * BLOCK_SIZE, BLOCK_SIZE):
             parent = hashes[-1] if hashes else root
@@ -62,8 +58,8 @@ class PrefixCache:
             hashes.append(blake2b(parent + own, digest_size=_HASH_BYTES, key=self._key).digest())
 
     def take_known(self, hashes: Iterable[bytes], is_usable: Callable[[int], bool]) -> list[int]:
-        """Return the blocks of the longest prefix of `hashes` that are known and usable, with one more user, the
-        caller."""
+        """Return the blocks of the longest prefix of `hashes` that are known and usable, and count the caller as a
+        user."""
         taken = []
         for block_hash in hashes:
             block = self._blocks.get(block_hash)
@@ -86,7 +82,7 @@ class PrefixCache:
         return taken
 
     def drop_unused(self) -> int:
-        """Forget all blocks that nobody uses; return how many can still be found, because a request uses them."""
+        """Forget all unused blocks, and return how many used blocks can still be found."""
         while self._unused:
             self._drop_unused()
         return len(self._hashes)
@@ -100,9 +96,9 @@ class PrefixCache:
         self.events.removed(block_hash)
 
     def publish(self, block: int, block_hash: bytes) -> bool:
-        """Publish a full block, which is not written any more; return whether no equal block could be found.
+        """Publish a full block, which is no longer written; return whether no equal block could be found.
 
-        Of several equal blocks the last is found: it was computed because the earlier ones lacked something.
+        Of equal blocks the last one is found: it was computed because the earlier ones were not usable.
         """
         if not self.is_enabled:
             return False

@@ -1,4 +1,4 @@
-"""The forward pass that is launched before its drafts arrive, and released when they do."""
+"""A forward pass that is launched before its drafts arrive, and released with the drafts."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import Limit
 from verifier_service.target.runner import TargetRunner
 
-# How many drafts of each offer are verified under a limit, None for all.
+# Returns the number of verified drafts of each offer under a limit; None verifies all.
 Choose = Callable[[Limit | None, Sequence[Offer]], list[int]]
 # Seconds after which a prelaunched forward pass is abandoned, so that new requests are computed.
 PATIENCE_S = 0.05
 
 
 class Prelaunch:
-    """At most one prelaunched step. Used by the executor alone.
+    """At most one prelaunched step. Used only by the executor.
 
-    The step that is confirmed may have fewer requests and fewer drafts: a row depends only on the rows before it, and
-    surplus rows are overwritten before they are read, like rows of rejected drafts.
+    The confirmed step may have fewer requests and fewer drafts: a row depends only on the rows before it, and surplus
+    rows are overwritten before they are read, like rows of rejected drafts.
 
-    A step with a limit has a pass with room for fewer rows than drafts may come. The rows that the pass computes are
-    written when the step is released.
+    The pass of a step with a limit has room for fewer rows than drafts may arrive. Its rows are written when the step
+    is released.
     """
 
     def __init__(self, runner: TargetRunner, vocab_size: int, choose: Choose) -> None:
-        """`choose` returns how many drafts of each offer are verified under a limit."""
+        """`choose` returns the number of verified drafts of each offer under a limit."""
         self._runner = runner
         self._vocab_size = vocab_size
         self._choose = choose
         self._step: Step | None = None
         self._deadline = 0.0  # monotonic time
-        self._launched: dict[Request, _Place] = {}  # in the last step that was prelaunched, with a row for each draft
-        self._places: dict[Request, _Place] = {}  # the same of a step without a limit, or as it was released
+        self._launched: dict[Request, _Place] = {}  # rows of the last prelaunched step, one for each possible draft
+        self._places: dict[Request, _Place] = {}  # the same, or the released rows of a step with a limit
         self._num_rows = 0
-        self._awaited: AwaitedAnswer | None = None  # the one answer that brings all drafts of the step
-        # Token ids [rows] without the drafts of the awaited answer, and the places of these drafts.
+        self._awaited: AwaitedAnswer | None = None  # the answer with all drafts of the step, if one has all
+        # Token ids [rows] without the drafts of the awaited answer, and the indices of these drafts.
         self._template: tuple[np.ndarray, np.ndarray] | None = None
-        self._token_ids: list[int] = []  # the ids that the step was released with
+        self._token_ids: list[int] = []  # of the released step
 
     @property
     def pending(self) -> Step | None:
-        """Return the prelaunched step that has been neither confirmed nor abandoned, if there is one."""
+        """Return the prelaunched step that is neither confirmed nor abandoned, or None."""
         return self._step
 
     @property
@@ -61,11 +61,11 @@ class Prelaunch:
 
     @property
     def deadline(self) -> float | None:
-        """Monotonic time at which the prelaunched step is abandoned; None without one."""
+        """Return the monotonic time at which the prelaunched step is abandoned; None without a step."""
         return None if self._step is None else self._deadline
 
     def launch(self, step: Step) -> None:
-        """Launch the forward pass of a planned step, all of whose rows have logits, if the runner can.
+        """Launch the forward pass of a planned step, if the runner can; all rows of the step have logits.
 
         A step with the rows of the previous prelaunched step is not launched: that step was abandoned.
         """
@@ -91,7 +91,7 @@ class Prelaunch:
             step.advance(Stage.PRELAUNCHED)
 
     def expect(self, awaited: AwaitedAnswer | None) -> None:
-        """Prepare to release the step with the drafts of one answer; without effect if they exceed the room."""
+        """Prepare to release the step with the drafts of one answer, unless they do not fit."""
         self._awaited, places = awaited, self._places
         if self._step is None or awaited is None:
             return
@@ -110,7 +110,7 @@ class Prelaunch:
 
     @property
     def _can_be_filled(self) -> bool:
-        """Return whether the drafts of one answer are all that the step waits for."""
+        """Return whether the step waits for the drafts of one answer only."""
         return self._step is not None and self._step.stage is Stage.PRELAUNCHED and self._template is not None
 
     def read_answer(self, answer: Answered) -> UncheckedDrafts | None:
@@ -129,7 +129,7 @@ class Prelaunch:
         return self._awaited is not None and self._can_be_filled and self._awaited.has_early_drafts()
 
     def read_early_drafts(self) -> UncheckedDrafts | None:
-        """Return the drafts in shared memory; None when they are not valid. They are read once."""
+        """Return the drafts in shared memory; None if they are invalid. Call once."""
         assert self._awaited is not None
         return self._awaited.read_early_drafts(self._vocab_size)
 
@@ -152,7 +152,7 @@ class Prelaunch:
         self._release_chosen(token_ids, offers | {offer.request: offer for offer in offers_of(known)})
 
     def _release_chosen(self, token_ids: np.ndarray, offers: Mapping[Request, Offer]) -> None:
-        """Release a step with a limit; `token_ids` are those of all rows that it may have."""
+        """Release a step with a limit; `token_ids` are for all rows that it may have."""
         assert self._step is not None
         counts = self._choose_of(self._step, [offers[request] for request in self._places if request in offers])
         self._release_counts(
@@ -163,13 +163,13 @@ class Prelaunch:
         )
 
     def _choose_of(self, step: Step, offers: Sequence[Offer]) -> dict[Request, int]:
-        """Return how many drafts of each request the step verifies, and note it for the step's plan."""
+        """Return the number of drafts of each request that the step verifies, and record it for the plan."""
         counts = dict(zip([one.request for one in offers], self._choose(step.limit, offers), strict=True))
         step.chosen = counts if step.limit is not None else None
         return counts
 
     def _release_counts(self, tokens: Mapping[Request, list[int]]) -> None:
-        """Release a step with a limit with exactly these rows of its requests; drop it where they have no room."""
+        """Release a step with a limit with exactly these rows of its requests; abandon it if they do not fit."""
         assert self._step is not None
         assert self._step.limit is not None
         counts = np.array([len(own) for own in tokens.values()], np.int64)
@@ -184,13 +184,13 @@ class Prelaunch:
         self._release(np.array([token for own in tokens.values() for token in own], np.int64), counts)
 
     def has_all_drafts(self, is_waiting: Callable[[Request], bool]) -> bool:
-        """Return whether the step is unreleased and no request of it waits for drafts."""
+        """Return whether the step is not released and none of its requests waits for drafts."""
         if self._step is None or self._step.stage is not Stage.PRELAUNCHED:
             return False
         return not any(map(is_waiting, [request for request in self._places if request.drafts is None]))
 
     def release_with_known_drafts(self) -> None:
-        """Release the step with the drafts that its requests have."""
+        """Release the step with its requests' present drafts."""
         assert self._step is not None
         chosen = self._choose_of(self._step, offers_of(self._places))
         self._release_with(
@@ -203,7 +203,7 @@ class Prelaunch:
         )
 
     def _release_with(self, tokens: Mapping[Request, list[int]]) -> None:
-        """Release the step with the tokens of each request, cut or padded to the room."""
+        """Release the step with the tokens of each request, cut or padded to the number of its rows."""
         if self._step is not None and self._step.limit is not None:
             rows = {request: place.num_rows for request, place in self._places.items()}
             self._release_counts({request: tokens.get(request, [0])[:most] for request, most in rows.items()})
@@ -228,7 +228,7 @@ class Prelaunch:
             raise
 
     def confirm(self, rows: Sequence[ScheduledRows]) -> Step | None:
-        """Return the prelaunched step with `rows`, its forward pass released, if it computes them; else abandon it."""
+        """Return the released step with `rows` if its forward pass computes these rows; else abandon the step."""
         step, places = self._step, self._places
         if step is not None and all(row.request in places and _is_within(row, places[row.request]) for row in rows):
             if step.stage is Stage.PRELAUNCHED:
@@ -264,7 +264,7 @@ class _Place(NamedTuple):
     start: int  # position
     num_rows: int
     admission: int
-    blocks: list[int]  # that hold the rows
+    blocks: list[int]  # of the rows
 
 
 def _place(row: ScheduledRows, first: int) -> _Place:

@@ -12,7 +12,7 @@ from verifier_service.drafters.fallbacks import Cause
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
-# All bounds of vLLM, so that its alert rules work here, and finer bounds where drafts need them.
+# All bounds of vLLM, so that its alert rules work, and finer bounds where drafts need them.
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -38,25 +38,25 @@ class RequestMetrics:
         """`num_speculative_tokens` is the most drafts in a step."""
         self._first_token = Histogram(
             "draftwire_time_to_first_token_seconds",
-            "Arrival of a request to its first token.",
+            "Time from the arrival of a request to its first token.",
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=None,
         )
         self._token_interval = Histogram(
             "draftwire_inter_token_latency_seconds",
-            "From one output of a request to the next, which may bring several tokens.",
+            "Time between two outputs of a request, each of one or more tokens.",
             buckets=_TOKEN_BUCKETS,
             registry=None,
         )
         self._output_token = Histogram(
             "draftwire_request_time_per_output_token_seconds",
-            "First token of a request to its last, over the tokens after the first.",
+            "Time from the first to the last token of a request, per token after the first.",
             buckets=_TOKEN_BUCKETS,
             registry=None,
         )
         self._duration = Histogram(
             "draftwire_e2e_request_latency_seconds",
-            "Arrival of a request to its end.",
+            "Time from the arrival to the end of a request.",
             buckets=_REQUEST_BUCKETS,
             registry=None,
         )
@@ -79,7 +79,7 @@ class RequestMetrics:
 
     @property
     def num_accepted(self) -> int:
-        """Number of accepted drafts."""
+        """Return the number of accepted drafts."""
         return _total(self._accepted)
 
     def fallbacks(self) -> list[generate_pb2.FallbackCount]:
@@ -117,7 +117,7 @@ class RequestMetrics:
         for histogram in (self._first_token, self._token_interval, self._output_token, self._duration):
             yield from histogram.collect()
         finished = CounterMetricFamily(
-            "draftwire_request_success", "Requests that have ended, but for those refused.", labels=["finished_reason"]
+            "draftwire_request_success", "Requests that have ended, without refused ones.", labels=["finished_reason"]
         )
         for reason, count in list(self._finished.items()):
             finished.add_metric([reason], count)
@@ -133,23 +133,19 @@ class RequestMetrics:
         yield CounterMetricFamily(
             "draftwire_spec_decode_num_drafts", "Verify steps of a request with drafts.", value=sum(drafted[1:])
         )
-        yield CounterMetricFamily(
-            "draftwire_spec_decode_num_draft_tokens", "Drafts verified.", value=_total(drafted)
-        )
+        yield CounterMetricFamily("draftwire_spec_decode_num_draft_tokens", "Drafts verified.", value=_total(drafted))
         yield CounterMetricFamily(
             "draftwire_spec_decode_num_accepted_tokens", "Drafts accepted.", value=_total(accepted)
         )
         yield _by_position(
-            "draftwire_spec_decode_num_draft_tokens_per_pos", "Drafts verified, by their place in the step.", drafted
+            "draftwire_spec_decode_num_draft_tokens_per_pos", "Drafts verified, by position in the step.", drafted
         )
         yield _by_position(
-            "draftwire_spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by their place in the step.",
-            accepted,
+            "draftwire_spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position in the step.", accepted
         )
 
     def _acceptance_length(self) -> HistogramMetricFamily:
-        """Return a bucket for each number of tokens, 1 .. k + 1: the drafts accepted and the one that follows them."""
+        """Return a bucket for each number of tokens, 1 .. k + 1: accepted drafts and one more token."""
         steps = list(self._accepted)
         buckets = [(f"{float(tokens)}", sum(steps[:tokens])) for tokens in range(1, len(steps) + 1)]
         return HistogramMetricFamily(

@@ -1,4 +1,4 @@
-"""The scheduler: which requests run, and which of their rows the next step computes."""
+"""The scheduler: chooses the requests that run and the rows of the next step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifier_service.core.request import Request
 from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.engine.prefix_cache import PrefixCache
 
-# Rows of one prompt whose log probabilities a step tells at most: what one message holds.
+# Most rows of one prompt with log probabilities in a step, so that they fit into one message.
 MOST_PROMPT_LOGIT_ROWS = 256
 
 
@@ -30,12 +30,12 @@ def queue_full(max_queue: int, retry_after_s: float) -> QueueFullError:
 class Scheduler:
     """Owns the queue, the running requests and the cache blocks.
 
-    Waiting requests are admitted by priority, lower numbers first, then in order of arrival. A request is admitted when
-    there are blocks for its tokens, and grows block by block. When no block is free, the last running request in this
-    order is preempted: it releases its blocks, returns to its place in the queue, and is computed again later. A
-    waiting request never preempts a running one. A request of full length fits into the cache, so the first request in
-    this order always continues. Requests with equal first tokens and equal salts share full blocks; further outputs of
-    one prompt wait until the first one has computed the prompt.
+    Waiting requests are admitted by priority, lower numbers first, then in order of arrival. A request is admitted if
+    there are blocks for its tokens, and grows block by block. If no block is free, the last running request in this
+    order is preempted: it releases its blocks, returns to the queue, and is computed again later. A waiting request
+    never preempts a running one. A request of full length fits into the cache, so the first request in this order
+    always continues. Requests with a common prefix and equal salts share full blocks; further outputs of a prompt wait
+    until the first output has computed the prompt.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scheduler:
         is_usable: Callable[[Request, int], bool],
     ) -> None:
         """`max_logit_rows` are the most rows of a step with logits, at least max_num_seqs. `on_preempt` is called with
-        each preempted request; `is_usable` returns whether a cached block serves a request.
+        each preempted request; `is_usable` returns whether a request can use a cached block.
         """
         self.waiting: list[Request] = []  # in the order of `_order`
         self.running: list[Request] = []
@@ -61,32 +61,30 @@ class Scheduler:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
-        self._pace = RetryAfterEstimator(max_queue)
+        self._retry_after = RetryAfterEstimator(max_queue)
         self._max_prefill_rows = max_prefill_rows
         self._max_logit_rows = max_logit_rows
         self._on_preempt = on_preempt
         self._is_usable = is_usable
 
     def add(self, *requests: Request) -> None:
-        """Put requests into the queue, all or none.
+        """Put all or none of the requests into the queue.
 
         Raises:
-            QueueFullError: If more than max_queue requests would wait beyond the max_num_seqs that may run.
+            QueueFullError: If there were more than max_num_seqs running and max_queue waiting requests.
         """
         if len(self.running) + len(self.waiting) + len(requests) > self._max_num_seqs + self._max_queue:
-            raise queue_full(self._max_queue, self._pace.retry_after_s())
+            raise queue_full(self._max_queue, self._retry_after.retry_after_s())
         for request in requests:
             request.arrival = next(self._arrivals)
             insort(self.waiting, request, key=_order)
 
     def remove(self, request: Request, *, has_failed: bool = False) -> None:
         """Forget a waiting or running request and release its blocks; rows of a failed request are not reused."""
-        if request in self.running:
-            self.running.remove(request)
-            self._pace.count_end()
-        elif request in self.waiting:
-            self.waiting.remove(request)
-            self._pace.count_end()
+        for requests in (self.running, self.waiting):
+            if request in requests:
+                requests.remove(request)
+                self._retry_after.count_end()
         if has_failed:
             self._cache.withdraw(request.blocks)
         else:
@@ -102,19 +100,18 @@ class Scheduler:
         takes_prompts: bool = True,
         choose: Callable[[Sequence[Request]], Mapping[Request, int]] = lambda _: {},
     ) -> list[ScheduledRows]:
-        """Return the rows of the next step: every decoding request that is ready, and at most max_prefill_rows rows of
+        """Return the rows of the next step: all decoding requests that are ready, and at most max_prefill_rows rows of
         prompts.
 
-        No row of a prompt, and no draft, takes the place of a row of a decoding request.
+        Rows of decoding requests take precedence over rows of prompts and over drafts.
 
         Args:
             is_ready: Returns False for a request that waits for its drafts.
-            following: Requests in flight that get exactly one more token from the running step, and its place in the
+            following: Requests in flight that get exactly one more token from the running step, and its index in the
                 sample. They continue with a row of this token; other requests in flight are left out.
             continuing_prefills: Requests in flight with further rows of their prompts, and the first of these rows.
             takes_prompts: False leaves the rows of prompts to a later step.
-            choose: Returns of those of the step's decoding requests that verify fewer drafts than came how many they
-                verify.
+            choose: Returns the number of verified drafts for decoding requests that verify fewer than arrived.
         """
         for request in self.running:
             if request.num_computed // BLOCK_SIZE > request.num_published:
@@ -128,7 +125,7 @@ class Scheduler:
         missing = sum(
             max(0, blocks_for(length) - len(request.blocks)) for request, length in zip(decoding, lengths, strict=True)
         )
-        if self._cache.num_free < missing:  # only now: a launched step may use these blocks
+        if self._cache.num_free < missing:  # only if necessary, because a launched step may use these blocks
             self._take_back_draft_rows()
         for request, length in zip(decoding, lengths, strict=True):
             if length > len(request.blocks) * BLOCK_SIZE:
@@ -151,19 +148,19 @@ class Scheduler:
     def _prefill(self, request: Request, start: int, room: int, scheduled: Sequence[ScheduledRows]) -> ScheduledRows:
         """Return at most `room` rows of a prompt from `start` on, beside `scheduled`.
 
-        A prompt whose log probabilities are told takes as many rows with logits as leave one for each other request.
+        A prompt with log probabilities takes rows with logits, but leaves one for each other request.
         """
-        if request.num_untold_rows > 0:
+        if request.num_prompt_logprobs_left > 0:
             used = sum(one.num_logit_rows + one.num_prompt_logit_rows for one in scheduled)
             free = self._max_logit_rows - used - (self._max_num_seqs - len(scheduled) - 1)
-            told = max(start, request.num_prompt_told) - start  # rows that run again
-            room = min(room, told + min(free, MOST_PROMPT_LOGIT_ROWS))
+            repeated = max(start, request.num_prompt_logprobs) - start  # after a preemption
+            room = min(room, repeated + min(free, MOST_PROMPT_LOGIT_ROWS))
         tokens = request.tokens[start : start + room]
         return ScheduledRows(request, start, tokens, None, samples=start + len(tokens) == len(request.tokens))
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the cache blocks in use, [0, 1]."""
+        """Return the share of the cache blocks in use, [0, 1]."""
         return self._cache.usage
 
     @property
@@ -173,14 +170,14 @@ class Scheduler:
         return has_room and any(not self._waits_for_prompt(request) for request in self.waiting)
 
     def _waits_for_prompt(self, request: Request) -> bool:
-        """Return whether another output of the same prompt will leave blocks that the request can share."""
+        """Return whether another output of the same prompt still computes blocks that the request can share."""
         leader = request.leader
         if leader is None or leader.first_token is not None or not self._cache.is_enabled:
             return False
         return len(leader.prompt) > BLOCK_SIZE and (leader in self.running or leader in self.waiting)
 
     def _admit(self) -> Request | None:
-        """Admit the first waiting request that can begin, if one block is left for each running request."""
+        """Admit the first waiting request that can begin, if one block remains for each running request."""
         if not self.may_admit:
             return None
         request = next(request for request in self.waiting if not self._waits_for_prompt(request))
@@ -208,8 +205,8 @@ class Scheduler:
         if not self._cache.is_enabled:
             return []
         most = (len(request.tokens) - 1) // BLOCK_SIZE
-        if request.num_untold_rows > 0:  # whose logits nobody has
-            most = min(most, request.num_prompt_told // BLOCK_SIZE)
+        if request.num_prompt_logprobs_left > 0:  # their rows must run for the logits
+            most = min(most, request.num_prompt_logprobs // BLOCK_SIZE)
         self._cache.extend_hashes(request.block_hashes, request.tokens, most, request.cache_salt)
         return self._cache.take_known(request.block_hashes[:most], lambda block: self._is_usable(request, block))
 
@@ -224,25 +221,25 @@ class Scheduler:
             request.num_published = full
 
     def flush_cache(self) -> int:
-        """Forget the prefixes that no request uses; return how many blocks can still be found."""
+        """Forget the prefixes that no request uses, and return how many blocks can still be found."""
         return self._cache.drop_unused()
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """Have `deliver` called with every change of the prefix cache, and first with what is in there.
+        """Call `deliver` with the blocks of the prefix cache, and with every change.
 
-        The tokens of unused blocks are not known any more: these blocks are forgotten.
+        Unused blocks are forgotten, because their tokens are no longer known.
         """
         self._cache.drop_unused()
         self._cache.events.start(deliver)
-        told: set[bytes] = set()
+        recorded: set[bytes] = set()
         for request in self.running:
             for i, block_hash in enumerate(request.block_hashes[: request.num_published]):
-                if block_hash not in told:
-                    told.add(block_hash)
+                if block_hash not in recorded:
+                    recorded.add(block_hash)
                     self._record_stored(request, i)
 
-    def tell_cache(self) -> None:
-        """Deliver the changes of the prefix cache, if somebody watches it."""
+    def deliver_cache_events(self) -> None:
+        """Deliver the changes of the prefix cache, if they are recorded."""
         self._cache.events.flush()
 
     def _record_stored(self, request: Request, index: int) -> None:
@@ -252,8 +249,7 @@ class Scheduler:
             self._cache.events.stored(parent, hashes[index], tokens, request.cache_salt)
 
     def _grow(self, request: Request, length: int) -> None:
-        """Give a decoding request the blocks of `length` rows; preempt the last request that is not announced if
-        necessary."""
+        """Give a decoding request the blocks of `length` rows; if necessary, preempt the last unannounced request."""
         while request.blocks and length > len(request.blocks) * BLOCK_SIZE:
             block = self._cache.allocate(1)
             if block is None:
@@ -304,10 +300,9 @@ class Scheduler:
         return ScheduledRows(request, last, tokens, drafts, samples=True, cause=cause, offered=offered)
 
     def place_drafts(self, request: Request, count: int) -> int:
-        """Return how many of `count` draft rows have room. Dropping drafts is unbiased, because room depends on no
-        draft's value.
+        """Return how many of `count` draft rows have room; negative if the last token has no room.
 
-        Negative if the last token has no room.
+        Dropping drafts is unbiased, because room is independent of the drafts' values.
         """
         room = len(request.blocks) * BLOCK_SIZE - len(request.tokens)
         if room >= count:

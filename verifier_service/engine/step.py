@@ -1,4 +1,4 @@
-"""A step of the engine: the rows of its requests, and its stage."""
+"""A step of the engine: its rows and its stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ StepObserver = Callable[["Step"], object]
 
 @dataclass(eq=False)
 class Step:
-    """One batch: planned, executed and committed.
+    """One batch, which is planned, executed and committed.
 
     A prelaunched step has a row for each draft that its requests may get. The actual rows replace them when the drafts
     have arrived.
@@ -53,18 +53,18 @@ class Step:
     rows: Sequence[ScheduledRows]
     observer: StepObserver | None = None  # called at each stage from PRELAUNCHED on; an exception fails the step
     stage: Stage = Stage.PLANNED
-    num_rows: int = 0  # rows that the device computes, padding for missing drafts included
+    num_rows: int = 0  # rows that the device computes, including padding for missing drafts
     is_beside: bool = False  # whether another step was in flight when this one was executed
     is_delayed: bool = False  # whether a step with prompts was executed before this one was committed
     forward: ForwardOutput | None = None  # from RELEASED to SAMPLED
     sampler_output: SamplerOutput | None = None  # of the rows that sample, from SAMPLED to COMMITTED
     prompt_logprobs: PromptLogprobs | None = None  # from SAMPLED to COMMITTED
     marks: StepMarks | None = None  # on a GPU
-    announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # what drafters were sent of it
-    # Its decoding requests, by the address of their drafter ("" for none) and the number of drafts that came.
+    announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # announcements to drafters
+    # Number of decoding requests by the address of their drafter ("" for none) and the number of their drafts.
     verified: Counter[tuple[str, int]] = field(default_factory=Counter)
-    limit: Limit | None = None  # which drafts are verified; None for all
-    chosen: dict[Request, int] | None = None  # how many, where it was released with a limit before it is planned
+    limit: Limit | None = None  # of the verified drafts; None for all
+    chosen: dict[Request, int] | None = None  # numbers of verified drafts, if released with a limit before its plan
     committed_at: float = 0.0  # monotonic time
 
     def advance(self, stage: Stage) -> None:

@@ -1,1 +1,1 @@
-"""Structured output: from a JSON Schema, a regular expression or a grammar to the tokens that rows may draw."""
+"""Structured output: from a JSON Schema, a regular expression or a grammar to masks of tokens."""

@@ -1,4 +1,4 @@
-"""Compiles grammars beside the engine, so that none delays a request of another grammar."""
+"""Compile grammars in threads, so that no grammar delays other requests."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 QUICK_LIMIT_S = 0.5
 COMPILE_LIMIT_S = 10.0
 QUICK_THREADS = 2
-# Grammars that are kept, each with at most the lexer states of `trial.limits`.
+# Most cached grammars, each with at most the lexer states of `trial.limits`.
 MOST_CACHED = 32
 
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar of which each request has a matcher of its own."""
+    """A compiled grammar, shared by requests."""
 
     source: GrammarSource
-    matcher: llguidance.LLMatcher  # at its beginning, to be copied
+    matcher: llguidance.LLMatcher  # at the beginning; each request copies it
 
 
 Result = CompiledGrammar | DraftwireError
@@ -40,16 +40,16 @@ CLOSED = UnavailableError("the server is shutting down")
 
 
 class GrammarCompiler:
-    """Compiles in two lanes of threads, each thread with a `Trial` process. From any thread.
+    """Compiles in two lanes of threads, each thread with a `Trial` process. Thread-safe.
 
-    A grammar is compiled twice: by the trial, which can be ended, then against the target's vocabulary. The result is
-    kept, errors too, and all requests that wait for one grammar get it together.
+    A grammar is compiled twice: by the trial, which can be killed, then against the target's vocabulary. Results and
+    errors are cached. All requests that wait for the same grammar get its result together.
     """
 
     def __init__(
         self, vocabulary: Vocabulary | str, *, quick_s: float = QUICK_LIMIT_S, limit_s: float = COMPILE_LIMIT_S
     ) -> None:
-        """`vocabulary` is the target's, or why there is none."""
+        """`vocabulary` is the target's, or the reason why there is none."""
         self._vocabulary = vocabulary
         self._limits_s = quick_s, limit_s
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class GrammarCompiler:
         self._slow = ThreadPoolExecutor(1, "slow-grammar")
 
     def compile(self, source: GrammarSource, on_done: Callable[[Result], None]) -> None:
-        """Call `on_done` with the compiled grammar or the error: at once if it is known, else later in a thread."""
+        """Call `on_done` with the compiled grammar or an error: at once if the result is cached, else in a thread."""
         if isinstance(self._vocabulary, str):
             on_done(source.error(self._vocabulary))
             return
@@ -81,7 +81,7 @@ class GrammarCompiler:
             on_done(result)
 
     def close(self) -> None:
-        """End the processes and take no more grammars."""
+        """End the processes and refuse further grammars."""
         for pool in (self._quick, self._slow):
             pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -92,7 +92,7 @@ class GrammarCompiler:
     def _submit(
         self, pool: ThreadPoolExecutor, key: bytes, source: GrammarSource, limit_s: float, vocabulary: Vocabulary
     ) -> bool:
-        """Have a thread compile a grammar; return False once the compiler is closed."""
+        """Compile a grammar in a thread; return False if the compiler is closed."""
         try:
             pool.submit(self._run, key, source, limit_s, vocabulary)
         except RuntimeError:
@@ -129,7 +129,7 @@ class GrammarCompiler:
         return _refusal(source, error) if error else CompiledGrammar(source, matcher)
 
     def _trial(self) -> Trial:
-        """Return the calling thread's."""
+        """Return the trial of the calling thread."""
         trial: Trial | None = getattr(self._trials, "own", None)
         if trial is None:
             trial = self._trials.own = Trial()

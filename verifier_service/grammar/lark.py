@@ -14,10 +14,10 @@ EBNF_ARROW = "::="
 
 
 def regex_to_lark(field: str, pattern: str) -> str:
-    """Return the grammar of texts that match a pattern from their beginning to their end.
+    """Return the grammar of texts that match a pattern as a whole.
 
     Raises:
-        InvalidArgumentError: If the pattern has a line break that is not escaped, or is none; names `field`.
+        InvalidArgumentError: Names `field` if the pattern is invalid or has an unescaped line break.
     """
     if "\n" in pattern:
         raise InvalidArgumentError(field, pattern, r"must have line breaks written as \n")
@@ -28,16 +28,16 @@ def regex_to_lark(field: str, pattern: str) -> str:
 
 
 def ebnf_to_lark(field: str, grammar: str) -> str:
-    """Return a grammar in Lark's syntax: one in EBNF converted, any other as it is.
+    """Return a grammar in Lark's syntax: convert EBNF, and return any other grammar unchanged.
 
-    EBNF is that of GBNF (llama.cpp) and xgrammar: rules `name ::= ...`, of which `root` is the first.
+    EBNF is that of GBNF (llama.cpp) and xgrammar: rules `name ::= ...`, beginning with `root`.
 
     Raises:
-        InvalidArgumentError: If EBNF cannot be converted; names `field`.
+        InvalidArgumentError: Names `field` if EBNF cannot be converted.
     """
     if EBNF_ARROW not in grammar:
         return grammar
     try:
         return str(gbnf_to_lark(grammar))
-    except Exception as error:  # the converter has errors of its own, and asserts
+    except Exception as error:  # the converter raises various errors, assertions included
         raise InvalidArgumentError(field, grammar, f"is no valid EBNF grammar: {error}") from error

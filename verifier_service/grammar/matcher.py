@@ -1,4 +1,4 @@
-"""Where a request's output is in its grammar, and the tokens that may come next."""
+"""The state of a request's output in its grammar, and the masks of the next tokens."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ MASK_THREADS = 4
 
 
 class Matcher:
-    """The grammar of one request, at the end of its output. Used by the engine's thread alone.
+    """The grammar of one request, at the end of its output. Used only by the engine's thread.
 
-    Which drafts are verified
-    -------------------------
-    Row j of a verify step is masked by the grammar after d_1 .. d_j. A draft x that leaves the grammar has p(x) = 0.
+    Row j of a verify step is masked by the grammar after d_1 .. d_j. A draft x outside of the grammar has p(x) = 0.
+    These drafts are verified:
 
-    - Without draft logits the draft's distribution is one-hot. Then x is rejected for certain, and the token is drawn
-      from p without x, which is p. Without the draft the same token is drawn from p with the same noise. So x and the
-      drafts behind it are cut, though this depends on x itself.
-    - With draft logits a rejected x is followed by a draw from max(p - q, 0), normalised, which is not p: what is
-      accepted of q makes up for the difference. To cut x where its value is outside would bias the output. So x stays,
-      and is rejected; the drafts behind it are cut, since their number may depend on earlier drafts.
+    - Without draft logits the draft's distribution is one-hot. So x is certainly rejected, and the token is drawn from
+      p without x, which is p. Without the draft, the same token is drawn from p with the same noise. So x and all later
+      drafts are cut, although the cut depends on x itself.
+    - With draft logits a rejected x is followed by a draw from max(p - q, 0), normalised, which is not p: accepted
+      drafts from q make up for the difference. A cut of x because of its value would bias the output. So x is verified
+      and rejected. All later drafts are cut: their number may depend on earlier drafts.
 
     Attributes:
-        error: Why the request cannot continue; None while it can.
-        vocabulary: The target's.
+        error: Why the request cannot continue, or None.
+        vocabulary: The target's vocabulary.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class Matcher:
         """Begin before the first token of the output.
 
         Args:
-            matcher: Of the compiled grammar; used by nobody else.
-            end_ids: Token ids that may end the output where its text is complete; at least one.
-            min_tokens: Output tokens before which these ids are drawn only where nothing else can follow.
-            keeps_rejected: Whether the first draft outside of the grammar is verified where it has logits. False for
+            matcher: Matcher of the compiled grammar; not shared.
+            end_ids: At least one token id that may end the output after a complete text.
+            min_tokens: Output tokens before which these ids are drawn only if nothing else can follow.
+            keeps_rejected: Whether the first draft outside of the grammar is verified if it has logits. False for
                 synthetic acceptance, which would accept it.
         """
         self.error: DraftwireError | None = None
@@ -69,12 +68,12 @@ class Matcher:
         for token in self._end_ids:
             self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._end_words = np.flatnonzero(self._ends)
-        self._num_text = 0  # tokens of the output in the grammar's text
-        self._num_ends = 0  # end tokens behind it
+        self._num_text = 0  # output tokens that are part of the grammar's text
+        self._num_ends = 0  # end tokens after the text
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens of the output have been taken."""
+        """Return the number of output tokens taken so far."""
         return self._num_text + self._num_ends
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -93,7 +92,7 @@ class Matcher:
                 self.error = ServerError(f"the output's token {tokens[begin]} is not in the request's grammar")
 
     def rewind(self, num_tokens: int) -> None:
-        """Give tokens of the output back, so that `num_tokens` are left; nothing where there are no more."""
+        """Take back the last tokens, so that at most `num_tokens` remain."""
         surplus = max(0, self.num_tokens - num_tokens)
         ends = min(surplus, self._num_ends)
         self._num_ends -= ends
@@ -101,7 +100,7 @@ class Matcher:
             self._num_text -= surplus - ends
 
     def num_verified(self, drafts: Sequence[int], *, has_logits: bool) -> int:
-        """Return how many of a step's drafts are verified; the class says why."""
+        """Return how many of a step's drafts are verified; the class's docstring explains the rules."""
         if self.error is not None:
             return 0
         if self._num_ends > 0:
@@ -120,14 +119,15 @@ class Matcher:
         return bool(is_complete)
 
     def active(self) -> llguidance.LLMatcher | None:
-        """Return what fills the masks of the next tokens; None where end tokens alone can follow."""
+        """Return llguidance's matcher, which fills the masks of the next tokens; None if only end tokens can follow."""
         return None if self._num_ends > 0 or self.error is not None else self._matcher
 
     def finish(self, rows: np.ndarray, drafts: Sequence[int], is_complete: np.ndarray) -> None:
-        """Turn what llguidance has filled into the masks of the request's rows.
+        """Convert rows filled by llguidance to the masks of the request's rows.
 
         Args:
             rows: [1 + len(drafts), words] int32.
+            drafts: The request's drafts.
             is_complete: [1 + len(drafts)] bool, whether the output's text may end before each row's token.
         """
         if self._matcher.is_error() and self.error is None:
@@ -148,7 +148,7 @@ class Matcher:
 
 
 class RowMasks(NamedTuple):
-    """The tokens that some rows of a step may draw."""
+    """The tokens that rows of a step may draw."""
 
     rows: np.ndarray
     """[M] int64, ascending: rows of the logits."""
@@ -161,24 +161,24 @@ class MaskedRows(NamedTuple):
 
     matcher: Matcher
     first: int  # row of the logits
-    drafts: Sequence[int]  # one row more than these
+    drafts: Sequence[int]  # there is one row more than drafts
 
 
 class MaskFiller:
-    """Fills the masks of a step, several requests at once, with the interpreter's lock released."""
+    """Fills the masks of a step for several requests in parallel, without the GIL."""
 
     def __init__(self, device: torch.device) -> None:
         self._executor = llguidance.LLExecutor(MASK_THREADS)
         self._is_pinned = device.type == "cuda"
 
     def fill(self, requests: Sequence[MaskedRows]) -> RowMasks:
-        """Return the masks of a step's rows; a request whose grammar fails has its `error` then."""
+        """Return the masks of a step's rows; set `Matcher.error` of requests whose grammar fails."""
         counts = [1 + len(one.drafts) for one in requests]
         vocabulary = requests[0].matcher.vocabulary
         num_words = vocabulary.num_words
         bits = torch.empty(sum(counts), num_words, dtype=torch.int32, pin_memory=self._is_pinned)
         words = bits.numpy()
-        words.fill(ALL)  # rows behind a rejected draft are not filled, and not used
+        words.fill(ALL)  # rows after a rejected draft are neither filled nor used
         begins = [0, *accumulate(counts)]
         single: list[tuple[llguidance.LLMatcher, int]] = []
         drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []

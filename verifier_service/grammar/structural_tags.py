@@ -1,6 +1,6 @@
-"""Structural tags, as vLLM and xgrammar write them, in the Lark dialect of llguidance.
+"""Convert structural tags of vLLM and xgrammar to the Lark dialect of llguidance.
 
-Both layouts are read: `{"structures": [...], "triggers": [...]}`, and the formats of xgrammar 0.1.25 and later.
+Two layouts are supported: `{"structures": [...], "triggers": [...]}`, and the formats of xgrammar 0.1.25 and later.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ def structural_tag_grammar(
 
     Args:
         tag: The parsed JSON object.
-        special_tokens: Ids of special tokens, by their text: where a literal contains such a text, the output has the
-            token.
+        special_tokens: Ids of special tokens by text. The token replaces its text in literals.
 
     Raises:
-        InvalidArgumentError: Names the part that is wrong.
+        InvalidArgumentError: Names the wrong part.
     """
     writer = _Writer(special_tokens)
     if "structures" in tag:
@@ -71,8 +70,7 @@ def _quoted(text: str) -> str:
 class _Writer:
     """Collects the rules of one grammar.
 
-    A format in front of others is written with the texts that may follow it, since free text ends where one of these
-    begins.
+    A format is written together with the texts that may follow it, because free text ends where one of them begins.
     """
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
@@ -87,7 +85,7 @@ class _Writer:
         return "\n".join([f"start: {start}", *self._rules, r"FREE_TEXT: /(.|\n)*/", ""])
 
     def write(self, form: Any, ends: Sequence[str], depth: int) -> str:
-        """Return the expression of a format that one of the texts `ends` follows, these included; none of them: []."""
+        """Return the expression of a format and of one of the texts `ends` after it; without `ends`, of the format."""
         kind = _get(form, "type", str)
         writers: Mapping[str, Callable[[Any, int], str]] = {
             "const_string": lambda one, _: self._literal(_get(one, "value", str)),
@@ -119,7 +117,7 @@ class _Writer:
         return f"@{self.parts[-1]['name']}"
 
     def _literal(self, text: str) -> str:
-        """Return the expression of a text, in which special tokens are tokens."""
+        """Return the expression of a text, with tokens in place of the texts of special tokens."""
         words: list[str] = []
         last = 0
         for match in self._split.finditer(text) if self._split is not None else ():
@@ -132,7 +130,7 @@ class _Writer:
         return "(" + " | ".join(map(self._literal, texts)) + ")"
 
     def _free_text(self, ends: Sequence[str]) -> str:
-        """Return the expression of text up to and with the first of the `ends`."""
+        """Return the expression of text up to and including the first of the `ends`."""
         if not ends:
             return "FREE_TEXT"
         rules = []
@@ -160,7 +158,7 @@ class _Writer:
         return " | ".join(self.write(one, [], depth) for one in elements)
 
     def _tag(self, tag: Any, depth: int, skipped: str = "") -> str:
-        """Return the expression of a tag whose begin is written from behind `skipped` on."""
+        """Return the expression of a tag, without `skipped`, the first part of its begin."""
         begin, end = _get(tag, "begin", str), tag.get("end", "")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends):
@@ -169,7 +167,7 @@ class _Writer:
         return f"{self._literal(rest) if rest else ''} {self.write(_get(tag, 'content', dict), ends, depth)}"
 
     def _triggered(self, form: Any, depth: int) -> str:
-        """Return free text with tags; the text in front of a tag ends where the tag's trigger is complete."""
+        """Return the expression of free text with tags; the text before a tag ends at the end of the tag's trigger."""
         triggers, tags = _get(form, "triggers", list), _get(form, "tags", list)
         if not triggers or not tags or not all(isinstance(one, str) and one for one in triggers):
             raise _refuse(form, "triggers and tags must have at least one, and no trigger is empty")
@@ -196,4 +194,3 @@ class _Writer:
         separator = _get(form, "separator", str)
         more = "" if form.get("stop_after_first") else f" ({self._literal(separator)} {one})*"
         return f"{one}{more}" if form.get("at_least_one") else f"({one}{more})?"
-

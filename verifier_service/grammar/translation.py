@@ -1,4 +1,4 @@
-"""From a request's structured output to the grammar that the engine compiles."""
+"""Translate a request's structured output to a grammar for the compiler."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ SHOWN = 128  # characters of a value in an error
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """A grammar as it travels to the engine."""
+    """A grammar for the engine."""
 
     field: str  # of the request, for errors
-    given: str  # how the request's value begins, for errors
+    given: str  # beginning of the request's value, for errors
     text: str  # llguidance's JSON form
 
     def error(self, allowed: str) -> InvalidArgumentError:
-        """Return the error that says what is wrong with the grammar."""
+        """Return an error about the grammar."""
         return InvalidArgumentError(self.field, self.given, allowed)
 
 
 def translate(output: config_pb2.StructuredOutput, special_tokens: Mapping[str, int]) -> GrammarSource:
-    """Return the grammar of a structured output; nothing is compiled here.
+    """Return the grammar of a structured output, not yet compiled.
 
     Args:
-        special_tokens: Ids of the tokenizer's special tokens, by their text. Structural tags may contain them.
+        special_tokens: Ids of the tokenizer's special tokens by text. Structural tags may contain them.
 
     Raises:
         InvalidArgumentError: Names the kind of output, its value and what is allowed.
@@ -58,7 +58,7 @@ def translate(output: config_pb2.StructuredOutput, special_tokens: Mapping[str, 
 
 
 def _parse(field: str, text: str) -> dict[str, Any]:
-    """Return the JSON object of a text, all of whose strings are Unicode."""
+    """Parse a JSON object, and check that its strings are valid Unicode."""
     value = parse_object(field, text)
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -67,12 +67,10 @@ def _parse(field: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _source(
-    field: str, given: str, main: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()
-) -> GrammarSource:
+def _source(field: str, given: str, main: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) -> GrammarSource:
     """Return a grammar in llguidance's form.
 
-    `no_forcing`: where one text alone can follow, llguidance would allow one tokenization of this text alone.
+    With `no_forcing`, llguidance allows all tokenizations of a text that is the only possible continuation.
     """
     root = {"name": "root", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: @main\n'}
     text = json.dumps({"grammars": [root, {"name": "main", **main}, *parts]}, ensure_ascii=False)

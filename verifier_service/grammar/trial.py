@@ -1,7 +1,7 @@
-"""Compiles a grammar in a process of its own, which can be ended when a grammar takes too long.
+"""Compile a grammar in a separate process, which can be killed if a grammar takes too long.
 
-llguidance bounds what a compilation may use, but not in every place: an integer that is a multiple of 999983 takes
-minutes. A thread cannot be ended, so each grammar is compiled here first, against single bytes for tokens.
+llguidance limits the resources of a compilation, but not everywhere: an integer that is a multiple of 999983 takes
+minutes. A thread cannot be killed, so each grammar is first compiled here, with single bytes as tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LONGEST_ERROR = 400
 
 
 def limits() -> llguidance.LLParserLimits:
-    """Return what a grammar may use: states of its lexer, each of 1 to 2 KB, and work for each mask."""
+    """Return the limits of a grammar: states of its lexer, each of 1 to 2 KB, and work per mask."""
     return llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 
 def grammar_error(tokenizer: llguidance.LLTokenizer, grammar: str) -> tuple[llguidance.LLMatcher, str]:
-    """Return a new matcher of a grammar, and what is wrong with the grammar; empty if nothing is."""
+    """Return a new matcher of a grammar, and the grammar's error, empty for a valid grammar."""
     matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits(), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -39,24 +39,24 @@ def grammar_error(tokenizer: llguidance.LLTokenizer, grammar: str) -> tuple[llgu
 
 
 def _in_one_line(error: str) -> str:
-    """Return an error of llguidance without the dump of the parser's state behind it."""
+    """Return an error of llguidance in one line, without the dump of the parser's state."""
     return " ".join(error.split("<state>", 1)[0].split())[:LONGEST_ERROR]
 
 
 class Trial:
-    """The process, started when it is first needed. Used by one thread."""
+    """The process, started at the first use. Used by one thread."""
 
     def __init__(self) -> None:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self._is_killed = False
-        self._lock = threading.Lock()  # `kill` finds a process before or after its start, not during it
+        self._lock = threading.Lock()  # prevents `kill` during the process's start
 
     def error_of(self, grammar: str, limit_s: float) -> str:
-        """Compile a grammar; return what is wrong with it, empty if nothing is.
+        """Compile a grammar; return its error, empty for a valid grammar.
 
         Raises:
-            TimeoutError: If that takes longer than `limit_s` seconds.
+            TimeoutError: If the compilation takes longer than `limit_s` seconds.
         """
         try:
             connection = self._start() if self._connection is None else self._connection
@@ -89,14 +89,14 @@ class Trial:
         return self._connection
 
     def kill(self) -> None:
-        """End the process, whatever it does, and each later one; from any thread."""
+        """Kill the process and prevent later starts; thread-safe."""
         with self._lock:
             self._is_killed = True
             if self._process is not None:
                 self._process.kill()
 
     def close(self) -> None:
-        """End the process and wait for its end."""
+        """Kill the process and wait for its end."""
         if self._connection is not None and self._process is not None:
             self._connection.close()
             self._process.kill()
@@ -106,7 +106,7 @@ class Trial:
 
 
 def _serve(connection: Connection) -> None:
-    """Compile what comes, until the other end is closed."""
+    """Compile the grammars that arrive, until the other end is closed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)

@@ -1,4 +1,4 @@
-"""The target's vocabulary as the grammar engine needs it: the bytes of each token."""
+"""The target's vocabulary for the grammar engine: the bytes of each token."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from transformers import AutoTokenizer
 
 logger = logging.getLogger(__name__)
 
-# A token beyond the tokenizer's own, which the engine allows where a grammar's text may end.
+# An additional token, which the engine allows where a grammar's text may end.
 END_TOKEN = "<|draftwire: the text may end|>"
 
 
 class Vocabulary:
-    """Made once for each target.
+    """The vocabulary of a target, created once.
 
     Attributes:
-        tokenizer: llguidance's. Ids of the target without a token of the tokenizer stand for no text, so no grammar
-            allows them.
+        tokenizer: llguidance's tokenizer. No grammar allows ids of the target without a token of the tokenizer.
         num_words: 32-bit words of a row's bit mask; bit i of word w is the token 32 w + i.
-        end_bit: Id of the token that stands for the end of a text.
+        end_bit: Id of the token for the end of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Read a copy of a tokenizer for a target of `vocab_size` ids.
 
         Raises:
-            ValueError: If llguidance cannot tell the bytes of the tokenizer's tokens.
+            ValueError: If llguidance cannot determine the bytes of the tokenizer's tokens.
         """
         own = Tokenizer.from_str(tokenizer.to_str())
         own.no_truncation()
@@ -53,7 +52,7 @@ class Vocabulary:
 
 
 def load_vocabulary(directory: Path, vocab_size: int) -> Vocabulary | str:
-    """Return the vocabulary of a target's directory, or why structured output cannot be served."""
+    """Return the vocabulary of a target's directory, or the reason why structured output cannot be served."""
     try:
         backend = AutoTokenizer.from_pretrained(directory).backend_tokenizer
         return Vocabulary(backend, vocab_size)

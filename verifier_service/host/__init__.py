@@ -1,1 +1,1 @@
-"""Where the engine runs: its process, the workers of a split target, and how both start."""
+"""The engine's process, the workers of a split target, and the start of both."""

@@ -1,4 +1,4 @@
-"""What the Generation service needs of an engine, wherever that runs: in this process, or in one of its own."""
+"""Access of the client services to an engine in this process or in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from draftwire.contract.errors import DraftwireError
 from draftwire.v1 import config_pb2, generate_pb2
-from verifier_service.core.cache_events import CacheEvent, DeliverCacheEvents
+from verifier_service.core.cache_events import DeliverCacheEvents
 from verifier_service.core.request import NoiseKeys
 from verifier_service.grammar.translation import GrammarSource
 
@@ -19,87 +19,87 @@ if TYPE_CHECKING:
 
 # Output of a request in one step, without its text, or the error that ends it.
 Output = generate_pb2.GenerateResponse | DraftwireError
-# Takes what a step has made, each message with the number of its output.
-Deliver = Callable[[Sequence[tuple[int, Output]]], None]
+# Takes the output of a step: (number of the output, message or error) each.
+Deliver = Callable[[Sequence[tuple[int, Output]]], object]
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A request that was found valid, as it is handed to an engine."""
+    """A validated request for an engine."""
 
-    numbers: tuple[int, ...]  # of its outputs; no other output of the service has them
+    numbers: tuple[int, ...]  # of its outputs; unique in the service
     request_id: str
     prompt: list[int]
     params: config_pb2.SamplingParams
     num_speculative_tokens: int
-    keys: tuple[NoiseKeys, ...]  # of its outputs
+    keys: tuple[NoiseKeys, ...]  # one per output
     max_length: int  # most tokens of prompt and output
     traceparent: str = ""  # of its span; empty without a trace
-    grammar: GrammarSource | None = None  # of its structured output
+    grammar: GrammarSource | None = None  # for structured output
     priority: int = 0  # requests of a lower number go first
     cache_salt: str = ""  # only requests of the same salt share cache blocks
-    arrived: float = field(default_factory=time.monotonic)  # a clock of the machine, so the same in all its processes
+    arrived: float = field(default_factory=time.monotonic)  # all processes of a machine share this clock
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What requests are checked against."""
+    """The engine's facts, which requests are checked against."""
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     max_queue: int
-    max_open: int  # requests that are computed, wait, or are not read to their end
+    max_open: int  # most requests that run, wait, or have unread output
 
 
 def is_end(output: Output) -> bool:
-    """Return whether a request has no more output after this."""
+    """Return whether this is the last item of an output."""
     return isinstance(output, DraftwireError) or output.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class EngineAccess(Protocol):
-    """An engine as the event loop has it; nothing here blocks the loop."""
+    """An engine for the event loop; no method blocks the loop."""
 
     facts: EngineFacts
 
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
-        """Start the engine. `deliver` is called on the event loop; `on_failure`, in any thread, when the engine has
-        failed for good and its requests have their error.
+        """Start the engine. `deliver` is called on the event loop; `on_failure` in any thread, after a fatal failure of
+        the engine and the requests' errors.
         """
 
     def submit(self, submission: Submission) -> None:
-        """Hand a request over; each of its outputs, or an error, is delivered."""
+        """Submit a request; its outputs, or an error for each, are delivered."""
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
-        """End an output without further messages, if it has not ended.
+        """End an output without further messages, unless it has ended.
 
-        `reason` is one of `FINISHED_REASONS`: "stop" where a stop text ends the output after `output_tokens` tokens.
+        `reason` is one of `FINISHED_REASONS`: "stop" if a stop text ends the output after `output_tokens` tokens.
         """
 
     def count_refused(self) -> None:
         """Count a request that was not submitted."""
 
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
-        """Return what `GetVerifierInfo` answers; raises UnavailableError when there is no engine any more."""
+        """Return the answer of `GetVerifierInfo`; raise UnavailableError if the engine has ended."""
 
     async def flush_cache(self) -> int:
-        """Forget the prefixes that no request uses; return how many blocks can still be found.
+        """Forget the prefixes that no request uses, and return how many blocks can still be found.
 
-        Raises UnavailableError when there is no engine any more.
+        Raise UnavailableError if the engine has ended.
         """
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """Have `deliver` called on the event loop with what the prefix cache has, and with every change."""
+        """Call `deliver`, on the event loop, with the blocks of the prefix cache, and with every change."""
 
     async def end_requests(self, reason: str) -> None:
-        """End all requests, and those that still come, with UnavailableError, which says the reason."""
+        """End all present and future requests with UnavailableError and this reason."""
 
     async def stop(self) -> None:
-        """End the engine and the connections to the drafters; requests that are left get an error."""
+        """Stop the engine and the connections to the drafters; requests that are left get an error."""
 
 
 class InProcessEngine:
-    """The `EngineAccess` to an engine of this process."""
+    """Access to an engine in this process."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -111,11 +111,7 @@ class InProcessEngine:
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
         """See EngineAccess."""
         loop = asyncio.get_running_loop()
-
-        def deliver_there(outputs: Sequence[tuple[int, Output]]) -> None:
-            loop.call_soon_threadsafe(deliver, outputs)
-
-        self._host.start(deliver_there, on_failure)
+        self._host.start(lambda outputs: loop.call_soon_threadsafe(deliver, outputs), on_failure)
 
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
         """See EngineAccess."""
@@ -125,21 +121,13 @@ class InProcessEngine:
         """See EngineAccess."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[int] = loop.create_future()
-
-        def answer_there(left: int) -> None:
-            loop.call_soon_threadsafe(_answer, answer, left)
-
-        self._host.flush_cache(answer_there)
+        self._host.flush_cache(lambda count: loop.call_soon_threadsafe(_answer, answer, count))
         return await answer
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
         """See EngineAccess."""
         loop = asyncio.get_running_loop()
-
-        def deliver_there(events: Sequence[CacheEvent]) -> None:
-            loop.call_soon_threadsafe(deliver, events)
-
-        self._host.watch_cache(deliver_there)
+        self._host.watch_cache(lambda events: loop.call_soon_threadsafe(deliver, events))
 
     async def end_requests(self, reason: str) -> None:
         """See EngineAccess."""
@@ -151,5 +139,5 @@ class InProcessEngine:
 
 
 def _answer(answer: asyncio.Future[int], value: int) -> None:
-    if not answer.done():  # as when its client has gone
+    if not answer.done():  # done if the call was cancelled
         answer.set_result(value)

@@ -1,13 +1,13 @@
-"""The socket between the process that has the engine and the one that has the clients.
+"""The socket between the engine process and the client process.
 
-Messages are tuples, a name first, in pickle's form: both ends are started together, of one version, and nobody else has
-the socket. To the engine: ("submit", Submission), ("cancel", number, reason, output tokens), ("count_refused",),
-("info",), ("flush_cache",), ("watch_cache",), ("end_requests", reason) and ("stop",). From it: ("ready", EngineFacts)
-or ("refused", error) once, then ("deliver", [(number, message or error)]) with all output of a step, ("info", message
-or error), ("cache_flushed", blocks), ("cache_events", events), ("requests_ended",) and ("failed",); protobuf messages
-are bytes.
+Messages are pickled tuples that begin with a name. Pickle is safe here: both ends are started together, from one
+version, and no other process has the socket. To the engine: ("submit", Submission), ("cancel", number, reason, output
+tokens), ("count_refused",), ("info",), ("flush_cache",), ("watch_cache",), ("end_requests", reason) and ("stop",). From
+the engine: ("ready", EngineFacts) or ("refused", error) once, then ("deliver", [(number, message or error)]) with all
+output of a step, ("info", message or error), ("cache_flushed", blocks), ("cache_events", events), ("requests_ended",)
+and ("failed",). Protobuf messages are bytes.
 
-Not multiprocessing.connection: its `send_bytes` waits for the other end to read, and an event loop cannot read it.
+multiprocessing.connection is unsuitable: its `send_bytes` waits for the reader, and an event loop cannot read from it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _SIZE = struct.Struct("!I")
 
 
 def pack(message: Message) -> bytes:
-    """Return the message as it travels: its size, then itself."""
+    """Return the wire form of a message: its size, then its bytes."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _SIZE.pack(len(data)) + data
 
 
 def receive(connection: socket.socket) -> Message:
-    """Wait for the next message; raise EOFError when the other end is closed."""
+    """Wait for the next message; raise EOFError if the other end is closed."""
     (size,) = _SIZE.unpack(_receive_exactly(connection, _SIZE.size))
     message: Message = pickle.loads(_receive_exactly(connection, size))
     return message
@@ -50,7 +50,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
-    """`receive` on an event loop."""
+    """Receive as `receive`, on an event loop."""
     try:
         (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
         message: Message = pickle.loads(await reader.readexactly(size))
@@ -60,10 +60,10 @@ async def read(reader: asyncio.StreamReader) -> Message:
 
 
 class Outbox:
-    """Sends messages from any thread without waiting for the other end to read.
+    """Sends messages from any thread without waiting for the reader.
 
-    What the socket takes at once is sent by the caller. The rest, of an end that is slow, is left to a thread, which
-    sleeps all other time: one that worked at each message would compete with the engine's for the interpreter.
+    The caller sends as much as the socket takes at once. A thread sends the rest, for a slow reader. Usually the thread
+    sleeps: if it sent each message, it would compete with the engine's thread for the interpreter.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -75,7 +75,7 @@ class Outbox:
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Send a message, or has it sent; nothing where the other end is closed."""
+        """Send a message at once or later; do nothing if the other end is closed."""
         data = memoryview(pack(message))
         with self._changed:
             if not self._left:
@@ -85,19 +85,19 @@ class Outbox:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Return when everything is sent."""
+        """Wait until all messages are sent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join()
 
     def _send_some(self, data: memoryview) -> int:
-        """Return how many bytes the socket has taken."""
+        """Send as many bytes as the socket takes, and return their number."""
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
-        except OSError:  # the other end is closed, and its reader has gone with it
+        except OSError:  # the other end is closed
             return len(data)
 
     def _send_left(self) -> None:

@@ -1,4 +1,4 @@
-"""An engine with the connections to its drafters: all that runs where the target is."""
+"""An engine with the connections to its drafters, in the process of the target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verifier_service.target.target import Target
 
 
 class EngineHost:
-    """Takes requests from any thread, by the numbers of their outputs, and delivers the outputs."""
+    """Takes requests from any thread and delivers their outputs by number."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class EngineHost:
         served_model_name: str | None = None,
         vllm_metrics: bool = False,
     ) -> None:
-        """`carriers`, `rendezvous_dir` and `fuses_features` are those of `DrafterLink`, `workers` of `Engine`.
-        `vocabulary` is that of `GrammarCompiler`.
+        """`carriers`, `rendezvous_dir` and `fuses_features` as of `DrafterLink`, `workers` as of `Engine`, `vocabulary`
+        as of `GrammarCompiler`.
 
-        Clients and metrics know the target by `served_model_name`, by default by its own name. `vllm_metrics` adds the
+        `served_model_name` is the target's name for clients and metrics; default: its own name. `vllm_metrics` adds
         metrics under vLLM's names.
         """
         self._model_name = served_model_name or target.name
@@ -59,7 +59,7 @@ class EngineHost:
         self._config = config
         self._limits = limits
         self._workers = workers
-        self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()  # the engine holds them
+        self._requests: WeakValueDictionary[int, Request] = WeakValueDictionary()  # the engine owns them
         self._grammars = RequestGrammars(vocabulary, target.eos_token_ids, config)
         self.facts = EngineFacts(
             target.vocab_size, target.max_model_len, limits.max_num_seqs, limits.max_queue, limits.max_open
@@ -86,8 +86,8 @@ class EngineHost:
     def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
         """Start the engine and the connections to the drafters.
 
-        Both are called in other threads and must not block: `deliver` with a step's output, `on_failure` when the
-        engine has failed for good and its requests have their error, or when a rank of the target is lost.
+        `deliver` is called with a step's output. `on_failure` is called after a fatal failure of the engine and the
+        requests' errors, or after the loss of a rank. Both are called in other threads and must not block.
         """
         self._deliver, self._on_failure = deliver, on_failure
         self.engine.start()
@@ -96,7 +96,7 @@ class EngineHost:
             self._workers.on_loss = on_failure
 
     def submit(self, submission: Submission) -> None:
-        """Hand a request over; each of its outputs, or an error, is delivered."""
+        """Submit a request; its outputs, or an error for each, are delivered."""
         requests: list[Request] = []
         for number, keys in zip(submission.numbers, submission.keys, strict=True):
             request = Request(
@@ -122,7 +122,7 @@ class EngineHost:
             self._grammars.prepare(requests, submission.grammar, self._submit_prepared)
 
     def _submit_prepared(self, requests: Sequence[Request], error: DraftwireError | None) -> None:
-        """Hand over requests that have their grammar, or their error."""
+        """Submit requests with their grammar, or deliver the error of the grammar."""
         if error is None:
             self.engine.submit(*requests)
             return
@@ -140,7 +140,7 @@ class EngineHost:
         """Count a request that was not submitted."""
         self.engine.count_refused()
 
-    def flush_cache(self, on_done: Callable[[int], None]) -> None:
+    def flush_cache(self, on_done: Callable[[int], object]) -> None:
         """See `Engine.flush_cache`."""
         self.engine.flush_cache(on_done)
 
@@ -149,25 +149,25 @@ class EngineHost:
         self.engine.watch_cache(deliver)
 
     def end_requests(self, reason: str) -> None:
-        """End all requests, and those that still come, with UnavailableError, which says the reason."""
+        """End all present and future requests with UnavailableError and this reason."""
         self._grammars.stop(UnavailableError(reason))
         self.engine.stop(reason)
 
     def stop(self) -> None:
-        """End the engine and the connections to the drafters; requests that are left get an error."""
+        """Stop the engine and the connections to the drafters; requests that are left get an error."""
         self._grammars.stop(UnavailableError("the server is shutting down"))
         self._drafters.stop()
         self.engine.stop()
 
     @property
     def collector(self) -> VerifierCollector:
-        """The metrics."""
+        """Return the collector of the metrics."""
         return VerifierCollector(
             self.engine, self._model_name, lambda: self._drafters.statuses, vllm_names=self._vllm_metrics
         )
 
     def info(self) -> generate_pb2.GetVerifierInfoResponse:
-        """Return what `GetVerifierInfo` answers; from any thread."""
+        """Return the answer of `GetVerifierInfo`; thread-safe."""
         target, scheduler = self._target, self.engine.scheduler
         drafters = self._drafters.statuses
         for status in drafters:

@@ -24,9 +24,9 @@ from verifier_service.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a CPU's default cache, features included.
+# Bytes of a CPU's default cache, including features.
 CPU_KV_CACHE_BYTES = 2**30
-# Width of the features kept beside the cache, in hidden sizes: EAGLE-3 takes three states, fused into one.
+# Width of the features stored beside the cache, in hidden sizes: EAGLE-3 reads three states, or one fused state.
 FEATURE_STATES = 3
 FUSED_STATES = 1
 
@@ -34,14 +34,14 @@ FUSED_STATES = 1
 def choose_num_blocks(
     target: Target, config: config_pb2.SpeculativeConfig, options: VerifierOptions, memory: GpuMemory | None
 ) -> int:
-    """Return the number of cache blocks, the padding block included: at most what all requests at full length need.
+    """Return the number of cache blocks, including the padding block: at most as many as all requests can use.
 
     Args:
         memory: Memory of the target's GPU before the target was loaded; None on a CPU.
 
     Raises:
         InvalidArgumentError: If not even one request of full length fits.
-        ServerError: If there is no memory for the largest step.
+        ServerError: If there is not enough memory for the largest step.
     """
     longest = target.max_model_len
     if options.kv_cache_tokens is not None:
@@ -75,7 +75,7 @@ def choose_num_blocks(
 
 
 def _cpu_blocks(longest: int, block_bytes: int) -> int:
-    """Return the most blocks of a CPU's default cache, which holds one request of full length in any case."""
+    """Return the most blocks of a CPU's default cache, which always has room for one request of full length."""
     needed = blocks_for(longest)
     if needed * block_bytes > CPU_KV_CACHE_BYTES:
         logger.warning(

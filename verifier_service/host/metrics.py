@@ -1,4 +1,4 @@
-"""What a verifier tells Prometheus."""
+"""The verifier's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,42 @@ _CAUSES = [
 ]
 
 
+Family = GaugeMetricFamily | CounterMetricFamily
 _PREFIX = "draftwire_"
-# Metrics of vLLM's V1 engine that a verifier has with the same unit, labels and meaning; see docs/operations.md.
+# Metrics of vLLM's V1 engine that a verifier serves with the same unit, labels and meaning; see docs/operations.md.
 _VLLM_METRICS = (
     *("num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc"),
     *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "request_success"),
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
     *("request_time_per_output_token_seconds", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
     *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+)
+
+
+# Metrics of each drafter: kind, name, documentation, and value, None for no value.
+_DRAFTER_METRICS: tuple[tuple[type[Family], str, str, Callable[[generate_pb2.DrafterStatus], float | None]], ...] = (
+    (GaugeMetricFamily, "draftwire_drafter_sequences", "Sequences that use a drafter.", lambda one: one.sequences),
+    (CounterMetricFamily, "draftwire_drafter_offered_tokens", "Drafts that arrived.", lambda one: one.offered),
+    (CounterMetricFamily, "draftwire_drafter_draft_tokens", "Drafts that were verified.", lambda one: one.drafted),
+    (CounterMetricFamily, "draftwire_drafter_accepted_tokens", "Drafts that were accepted.", lambda one: one.accepted),
+    (
+        CounterMetricFamily,
+        "draftwire_drafter_expected_tokens",
+        "Accepted drafts that the calibrated confidences of the verified drafts predict.",
+        lambda one: one.expected,
+    ),
+    (
+        GaugeMetricFamily,
+        "draftwire_drafter_planned_drafts",
+        "Drafts requested for each sequence in a step; 0 if decoding without drafts is faster.",
+        lambda one: one.plan.num_drafts if one.HasField("plan") else None,
+    ),
+    (
+        GaugeMetricFamily,
+        "draftwire_drafter_expected_gain",
+        "Highest throughput measured with drafts, relative to no drafts; 0 while either is unknown.",
+        lambda one: one.plan.expected_gain if one.HasField("plan") else None,
+    ),
 )
 
 
@@ -42,7 +70,7 @@ class VerifierCollector(Collector):
         *,
         vllm_names: bool = False,
     ) -> None:
-        """`vllm_names` adds the metrics that vLLM has once more, under vLLM's names."""
+        """`vllm_names` serves vLLM's metrics a second time, under vLLM's names."""
         self._engine = engine
         self._model_name = model_name
         self._drafters = drafters
@@ -58,8 +86,8 @@ class VerifierCollector(Collector):
     def _collect(self) -> Iterator[Metric]:
         engine = self._engine
         scheduler = engine.scheduler
-        yield GaugeMetricFamily("draftwire_num_requests_running", "Requests computed.", value=len(scheduler.running))
-        yield GaugeMetricFamily("draftwire_num_requests_waiting", "Requests queued.", value=len(scheduler.waiting))
+        yield GaugeMetricFamily("draftwire_num_requests_running", "Running requests.", value=len(scheduler.running))
+        yield GaugeMetricFamily("draftwire_num_requests_waiting", "Queued requests.", value=len(scheduler.waiting))
         yield GaugeMetricFamily(
             "draftwire_kv_cache_usage_perc", "Share of the cache blocks in use, 1 for all.", value=engine.kv_cache_usage
         )
@@ -79,51 +107,21 @@ class VerifierCollector(Collector):
 
     def _pool(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(
-            "draftwire_drafter_state", "1 for the state that a drafter is in.", labels=["drafter", "state"]
+            "draftwire_drafter_state", "1 for the present state of a drafter.", labels=["drafter", "state"]
         )
-        sequences = GaugeMetricFamily(
-            "draftwire_drafter_sequences", "Sequences that draft at a drafter.", labels=["drafter"]
-        )
-        offered = CounterMetricFamily(
-            "draftwire_drafter_offered_tokens", "Drafts of a drafter that came, verified or not.", labels=["drafter"]
-        )
-        expected = CounterMetricFamily(
-            "draftwire_drafter_expected_tokens",
-            "Accepted drafts that were expected of a drafter's verified ones, by their calibrated confidences.",
-            labels=["drafter"],
-        )
-        drafted = CounterMetricFamily(
-            "draftwire_drafter_draft_tokens", "Drafts of a drafter that were verified.", labels=["drafter"]
-        )
-        accepted = CounterMetricFamily(
-            "draftwire_drafter_accepted_tokens", "Drafts of a drafter that were accepted.", labels=["drafter"]
-        )
-        planned = GaugeMetricFamily(
-            "draftwire_drafter_planned_drafts",
-            "Drafts asked for of each sequence in a step; 0 where none are faster.",
-            labels=["drafter"],
-        )
-        gain = GaugeMetricFamily(
-            "draftwire_drafter_expected_gain",
-            "Highest tokens per second measured with its drafts, over those without; 0 while either is unknown.",
-            labels=["drafter"],
-        )
+        families = [kind(name, text, labels=["drafter"]) for kind, name, text, _ in _DRAFTER_METRICS]
         for drafter in self._drafters():
             self._engine.drafting.describe(drafter)
             for number, name in _STATES.items():
                 state.add_metric([drafter.address, name], float(drafter.state == number))
-            sequences.add_metric([drafter.address], drafter.sequences)
-            offered.add_metric([drafter.address], drafter.offered)
-            expected.add_metric([drafter.address], drafter.expected)
-            drafted.add_metric([drafter.address], drafter.drafted)
-            accepted.add_metric([drafter.address], drafter.accepted)
-            if drafter.HasField("plan"):
-                planned.add_metric([drafter.address], drafter.plan.num_drafts)
-                gain.add_metric([drafter.address], drafter.plan.expected_gain)
-        yield from (state, sequences, offered, drafted, accepted, expected, planned, gain)
+            for family, (*_, value) in zip(families, _DRAFTER_METRICS, strict=True):
+                if (present := value(drafter)) is not None:
+                    family.add_metric([drafter.address], present)
+        yield state
+        yield from families
         yield GaugeMetricFamily(
             "draftwire_verification_budget",
-            "Drafts that the last step with drafts had room for; -1 where all are verified.",
+            "Drafts that fit into the last step with drafts; -1 if all are verified.",
             value=self._engine.drafting.budget.budget.last_limit,
         )
 
@@ -141,9 +139,7 @@ def _vllm_name(name: str) -> str:
 def _counters(counters: generate_pb2.EngineCounters) -> Iterator[Metric]:
     yield CounterMetricFamily("draftwire_verify_rows", "Rows of decoding requests.", value=counters.verify_rows)
     yield CounterMetricFamily("draftwire_prompt_rows", "Rows of prompts computed.", value=counters.prompt_rows)
-    yield CounterMetricFamily(
-        "draftwire_num_preemptions", "Preemptions of requests.", value=counters.preemptions
-    )
+    yield CounterMetricFamily("draftwire_num_preemptions", "Preemptions of requests.", value=counters.preemptions)
     yield CounterMetricFamily(
         "draftwire_idle_seconds", "Time of the engine's thread without a request.", value=counters.times.idle_s
     )

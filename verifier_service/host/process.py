@@ -1,8 +1,8 @@
-"""The engine's process, as the clients' process starts, awaits and ends it.
+"""The engine process: its start and end, from the client process and inside.
 
 Python runs one thread of a process at a time, and gRPC's event loop takes nearly as long for a step's messages as a GPU
 for the step. So the engine gets a separate process. This module does not import torch, so that the process starts
-first.
+early.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which the process must end after a stop or a closed socket. Freeing a GPU takes seconds.
+# Seconds within which the process must end after a stop or a closed socket. Freeing a GPU takes seconds.
 EXIT_LIMIT_S = 30.0
-# Seconds in which the engine must end its requests and its last step.
+# Seconds within which the engine must end its requests and its last step.
 STOP_LIMIT_S = 10.0
 
 
 def has_engine_process(options: VerifierOptions) -> bool:
-    """Return whether the engine gets a separate process: by default yes with a GPU."""
+    """Return whether the engine gets a separate process; default: if there is a GPU."""
     if options.engine_process is not None:
         return options.engine_process
     if options.device is not None:
@@ -54,7 +54,7 @@ def has_engine_process(options: VerifierOptions) -> bool:
 
 @contextmanager
 def starting_engine(options: VerifierOptions) -> Iterator[EngineProcess | None]:
-    """Run the engine's process, if there is one, while the context lasts."""
+    """Run the engine process, if the options want one, while the context lasts."""
     if not has_engine_process(options):
         yield None
         return
@@ -66,7 +66,7 @@ def starting_engine(options: VerifierOptions) -> Iterator[EngineProcess | None]:
 
 
 class EngineProcess:
-    """A process that loads the target and runs the engine. Ends with this process, however it ends."""
+    """A process that loads the target and runs the engine. It ends when this process ends, in any way."""
 
     def __init__(self, options: VerifierOptions) -> None:
         """Start the process without waiting."""
@@ -86,8 +86,7 @@ class EngineProcess:
         """Wait until the target is loaded.
 
         Raises:
-            DraftwireError: If the checkpoint, the device or the address of the metrics is wrong, or the process has
-                ended.
+            DraftwireError: If the checkpoint, the device or the metrics' address is wrong, or the process has ended.
         """
         try:
             kind, content = receive(self.connection)
@@ -100,7 +99,7 @@ class EngineProcess:
         return facts
 
     def exit_status(self) -> int | None:
-        """Return the exit status, negative for a signal, after the process closed its socket; None if it still runs."""
+        """Return the exit status after the process has closed its socket: negative for a signal, None if it runs."""
         self._process.join(EXIT_LIMIT_S)
         return self._process.exitcode
 
@@ -113,16 +112,16 @@ class EngineProcess:
         self.connection.close()
         self._process.join(EXIT_LIMIT_S)
         if self._process.exitcode is None:
-            logger.warning("the engine's process has not ended in %g s and is killed", EXIT_LIMIT_S)
+            logger.warning("killing the engine's process, which has not ended within %g s", EXIT_LIMIT_S)
             self._process.kill()
             self._process.join()
 
 
 def run_engine(options: VerifierOptions, connection: socket.socket) -> None:
-    """Run the engine's process.
+    """Run the engine process.
 
-    Exits without the interpreter's shutdown, in which NCCL waits for all CUDA graphs with collectives, which live as
-    long as the process (PyTorch issue 115388).
+    It exits without the interpreter's shutdown, in which NCCL waits for all CUDA graphs with collectives. The graphs
+    live as long as the process (PyTorch issue 115388).
     """
     status = 1
     try:
@@ -145,7 +144,7 @@ def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
     faulthandler.enable()
     start_logging(options.log_level, options.log_format)
     threading.Thread(target=_end_with, args=(connection,), name="parent-watch", daemon=True).start()
-    # Loading torch takes seconds; the other process loads it meanwhile.
+    # Both processes load torch at the same time.
     with importing():
         from verifier_service.host.server import serve_engine
 
@@ -154,7 +153,7 @@ def _serve(options: VerifierOptions, connection: socket.socket) -> bool:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process when the other process ends: the kernel closes its socket in any case."""
+    """End this process when the other process ends, after which the kernel closes the other end of the socket."""
     poll = select.poll()
     poll.register(connection, 0)  # hang-ups are always reported
     poll.poll()

@@ -1,8 +1,8 @@
-"""The processes of a split target: rank 0, the verifier, and its workers.
+"""The processes of a split target: the verifier, which is rank 0, and its workers.
 
-A worker has its part of every layer, and a cache of its heads' keys and values; block numbers are equal on all ranks. A
+A worker has a part of every layer, and a cache of its heads' keys and values; block numbers are equal on all ranks. A
 worker runs the steps of rank 0 in the same order. Only rank 0 has requests, sampling and drafters. When one rank ends,
-all end.
+all ranks end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Self, cast
 
 import numpy as np
@@ -37,12 +36,12 @@ from verifier_service.target.tensor_parallel import Rank, exchange
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which rank 0 must end after a worker has ended; a GPU that waits for the worker never returns.
+# Seconds within which rank 0 must end after a worker has ended: a GPU that waits for the worker never returns.
 LOSS_GRACE_S = 5.0
-# Workers wait for the next step without limit; the end of a worker shows in its process.
+# Workers wait for the next step without limit; rank 0 detects the end of a worker by its process.
 _NO_TIMEOUT = timedelta(days=3650)
 _LOOPBACK = "127.0.0.1"
-# Numbers in a step's message, 16 KiB; the rest comes in a second message.
+# Numbers in a step's first message, 16 KiB; a second message has the rest.
 _MESSAGE_SIZE = 4096
 _HEADER_SIZE = 4
 
@@ -50,7 +49,7 @@ RunStep = Callable[[ForwardInput], ForwardOutput]
 
 
 def rank_device(first: torch.device, rank: Rank) -> torch.device:
-    """Return the rank's device: GPUs from `first` on, one a rank.
+    """Return the rank's device: one GPU per rank, from `first` on.
 
     Raises:
         InvalidArgumentError: If this machine has fewer GPUs.
@@ -59,7 +58,7 @@ def rank_device(first: torch.device, rank: Rank) -> torch.device:
         return first
     count = torch.cuda.device_count() - first.index
     if rank.size > count:
-        allowed = f"one GPU a rank from {first} on, of which this machine has {count}; allowed: 1 to {count}"
+        allowed = f"needs one GPU per rank from {first} on; this machine has {count}; allowed: 1 to {count}"
         raise InvalidArgumentError("tensor_parallel_size", rank.size, allowed)
     return torch.device("cuda", first.index + rank.index)
 
@@ -67,13 +66,13 @@ def rank_device(first: torch.device, rank: Rank) -> torch.device:
 class Workers:
     """The workers, ranks 1 to size - 1. The context manager ends them.
 
-    Workers end with this process, however it ends. When a worker ends by itself, `on_loss` is called, and this process
-    ends `LOSS_GRACE_S` later at the latest.
+    Workers end when this process ends, in any way. When a worker ends by itself, `on_loss` is called, and this process
+    ends within `LOSS_GRACE_S`.
     """
 
     def __init__(self, options: VerifierOptions, device: torch.device) -> None:
-        """Start the workers on the GPUs after `device`, and join their group. Workers then call `start_target` and
-        `start_runner` with the same `options`, as this process must too.
+        """Start the workers on the GPUs after `device`, and join their group. Both this process and the workers then
+        call `start_target` and `start_runner` with the same `options`.
 
         Raises:
             InvalidArgumentError: If there are too few GPUs.
@@ -109,13 +108,13 @@ class Workers:
         try:
             _join(store, self.rank, device)
         except BaseException:
-            self._kill()  # else the interpreter's exit would wait for the workers
+            self._kill()  # otherwise the interpreter's exit would wait for the workers
             raise
 
     def lead(self, run: RunStep) -> RunStep:
-        """Return a function that runs a step on all ranks; `run` is that of rank 0's runner.
+        """Return a function that runs a step on all ranks; `run` runs it on rank 0.
 
-        A step that fails on rank 0 ends the workers, which may wait in it, and so the verifier.
+        A step that fails on rank 0 ends the workers, which may wait in the step, and so the verifier.
         """
 
         def run_on_all(step: ForwardInput) -> ForwardOutput:
@@ -142,11 +141,9 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._watcher.join(1.0)  # the log should say why a worker ended first
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._watcher.join(1.0)  # the log should first have the reason of a worker's end
         self.close()
 
     def _kill(self) -> None:
@@ -204,7 +201,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
 
 
 def _last_words(failures: Connection) -> str:
-    """Return the last error of an ended worker; empty if it was killed."""
+    """Return the error that ended a worker; empty if the worker was killed."""
     try:
         return str(failures.recv())
     except EOFError:
@@ -212,7 +209,7 @@ def _last_words(failures: Connection) -> str:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends, however it ends."""
+    """End this process when its parent ends, in any way."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -249,7 +246,7 @@ def _broadcast(numbers: np.ndarray) -> None:
 
 
 def _pack(step: ForwardInput) -> np.ndarray:
-    """[N] int32: N, the counts of rows, logit rows and sequences, then all of them, then all blocks."""
+    """Return a step as int32 [N]: N, the counts of rows, logit rows and sequences, these values, and all blocks."""
     sequences = [(sequence.start, sequence.count, len(sequence.blocks)) for sequence in step.sequences]
     parts = [
         np.array([0, len(step.token_ids), len(step.logit_rows), len(sequences)]),

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as the event loop of the process that talks to clients has it."""
+"""Access to an engine in a separate process, for the client process's event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from draftwire.contract.errors import DraftwireError, ServerError, UnavailableError
 from draftwire.server.memory import peak_host_bytes
@@ -19,9 +19,11 @@ from verifier_service.host.process import STOP_LIMIT_S, EngineProcess
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class EngineProxy:
-    """The `EngineAccess` to an engine's process that is ready; when that ends by itself, the engine has failed."""
+    """Access to a ready engine process. If that process ends by itself, the engine has failed."""
 
     def __init__(self, process: EngineProcess, facts: EngineFacts) -> None:
         self.facts = facts
@@ -33,7 +35,7 @@ class EngineProxy:
         self._requests_ended = asyncio.Event()
         self._is_stopping = False
         self._stop_by: float | None = None  # by the event loop's clock
-        self._loss: DraftwireError | None = None  # why there is no engine any more
+        self._loss: DraftwireError | None = None  # why the engine has ended
 
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
         """See EngineAccess."""
@@ -59,20 +61,19 @@ class EngineProxy:
 
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
         """See EngineAccess."""
-        if self._loss is not None:
-            raise UnavailableError(str(self._loss))
-        answer: asyncio.Future[generate_pb2.GetVerifierInfoResponse] = asyncio.get_running_loop().create_future()
-        self._infos.append(answer)
-        self._send(("info",))
-        return await answer
+        return await self._ask("info", self._infos)
 
     async def flush_cache(self) -> int:
         """See EngineAccess."""
+        return await self._ask("flush_cache", self._flushes)
+
+    async def _ask(self, name: str, answers: deque[asyncio.Future[T]]) -> T:
+        """Send a message, and wait for its answer, which `_take` gives to the first of `answers`."""
         if self._loss is not None:
             raise UnavailableError(str(self._loss))
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._flushes.append(answer)
-        self._send(("flush_cache",))
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        answers.append(answer)
+        self._send((name,))
         return await answer
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
@@ -89,21 +90,21 @@ class EngineProxy:
                     await self._requests_ended.wait()
 
     async def stop(self) -> None:
-        """See EngineAccess; returns when the process has closed its socket. One that hangs is killed."""
+        """See EngineAccess; wait until the process has closed its socket, and kill a process that hangs."""
         self._is_stopping = True
         self._send(("stop",))
         try:
             async with self._stop_limit():
                 await asyncio.shield(self._reading)
         except TimeoutError:
-            logger.critical("the engine has not ended in %g s; its process is killed", STOP_LIMIT_S)
+            logger.critical("killing the engine's process: the engine has not ended within %g s", STOP_LIMIT_S)
             self._process.kill()
             self._on_failure()
             await self._reading
         self._writer.close()
 
     def _stop_limit(self) -> asyncio.Timeout:
-        """Until STOP_LIMIT_S after the first call."""
+        """Return a timeout at STOP_LIMIT_S after the first call."""
         if self._stop_by is None:
             self._stop_by = asyncio.get_running_loop().time() + STOP_LIMIT_S
         return asyncio.timeout_at(self._stop_by)
@@ -113,19 +114,19 @@ class EngineProxy:
             self._writer.write(pack(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Take what the engine sends, until its process has ended."""
+        """Take the engine's messages until its process has ended."""
         try:
             while True:
                 self._take(await read(reader))
         except EOFError:
             pass
         except Exception:
-            logger.exception("what the engine's process has sent cannot be taken")
-            self._writer.close()  # which ends it
+            logger.exception("a message of the engine's process cannot be read")
+            self._writer.close()  # ends the process
         if self._is_stopping:
             self._loss = UnavailableError("the server is shutting down")
         else:
-            self._loss = ServerError("the engine's process has ended by itself; the server's log says more")
+            self._loss = ServerError("the engine's process has ended by itself; the server's log says why")
         self._end_open()
         answers: list[asyncio.Future[Any]] = [*self._infos, *self._flushes]
         for answer in answers:
@@ -140,10 +141,10 @@ class EngineProxy:
     def _take(self, message: Message) -> None:
         match message:
             case ("deliver", encoded):
-                self._give_out([(number, _decode(output)) for number, output in encoded])
+                self._deliver_outputs([(number, _decode(output)) for number, output in encoded])
             case ("info", data):
                 answer = self._infos.popleft()
-                if answer.done():  # as when its client has gone
+                if answer.done():  # the call was cancelled
                     return
                 if isinstance(data, DraftwireError):
                     answer.set_exception(data)
@@ -162,14 +163,14 @@ class EngineProxy:
             case ("failed",):
                 self._on_failure()
 
-    def _give_out(self, outputs: Sequence[tuple[int, Output]]) -> None:
+    def _deliver_outputs(self, outputs: Sequence[tuple[int, Output]]) -> None:
         self._open.difference_update(number for number, output in outputs if is_end(output))
         self._deliver(outputs)
 
     def _end_open(self) -> None:
-        """Tell the requests that nobody computes any more."""
+        """Deliver an error to all open outputs."""
         assert self._loss is not None
-        self._give_out([(number, self._loss) for number in self._open])
+        self._deliver_outputs([(number, self._loss) for number in self._open])
 
 
 def _decode(output: bytes | DraftwireError) -> Output:

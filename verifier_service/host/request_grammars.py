@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars, outside of the engine's queue."""
+"""Requests that wait for their grammars outside of the engine's queue."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ OnPrepared = Callable[[Sequence[Request], DraftwireError | None], None]
 
 
 class RequestGrammars:
-    """Gives requests their matchers. From any thread.
+    """Gives requests their matchers. Thread-safe.
 
-    A request is not in the queue while its grammar is compiled, so none behind it waits for the grammar.
+    A request enters the queue after its grammar was compiled, so that no other request waits for the grammar.
     """
 
     def __init__(
         self, vocabulary: Vocabulary | str, eos_token_ids: frozenset[int], config: config_pb2.SpeculativeConfig
     ) -> None:
-        """`vocabulary` is that of `GrammarCompiler`."""
+        """`vocabulary` as of `GrammarCompiler`."""
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         has_logits = config.draft_logits.form != NONE
@@ -40,13 +40,13 @@ class RequestGrammars:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many requests wait for their grammars."""
+        """Return the number of requests that wait for their grammars."""
         return len(self._waiting)
 
     def prepare(self, requests: Sequence[Request], source: GrammarSource, on_prepared: OnPrepared) -> None:
-        """Call `on_prepared` when the outputs of one request have their grammar, or with an error, in any thread.
+        """Call `on_prepared`, in any thread, when the outputs of one request have their grammar, or with an error.
 
-        Outputs that are dropped in the meantime are left out.
+        Outputs that were dropped meanwhile are left out.
         """
         params = requests[0].params
         error: DraftwireError | None = None
@@ -65,7 +65,7 @@ class RequestGrammars:
     def _finish(self, requests: Sequence[Request], result: Result) -> None:
         with self._lock:
             found = [(request, self._waiting.pop(request)) for request in requests if request in self._waiting]
-        if not found:  # dropped, or told that the engine ends
+        if not found:  # dropped, or ended with the engine
             return
         left = [request for request, _ in found]
         on_prepared = found[0][1]
@@ -88,12 +88,12 @@ class RequestGrammars:
         )
 
     def drop(self, request: Request) -> bool:
-        """Forget a request whose client has gone; return whether it was waiting."""
+        """Forget a cancelled request; return whether it was waiting."""
         with self._lock:
             return self._waiting.pop(request, None) is not None
 
     def stop(self, error: DraftwireError) -> None:
-        """Give all requests that wait, and those that still come, an error; compile nothing any more."""
+        """Answer all waiting and future requests with an error, and stop compiling."""
         with self._lock:
             self._stopped = error
             waiting, self._waiting = self._waiting, {}

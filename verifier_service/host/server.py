@@ -1,4 +1,4 @@
-"""What the engine's process does: it loads the target and runs the engine as its socket says."""
+"""The engine process: load the target, and run the engine by the messages of the client process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serve_engine(options: VerifierOptions, connection: socket.socket) -> bool:
 
 
 def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> None:
-    """Start an engine and does what the other end says, until that is to stop."""
+    """Start an engine, and handle the messages of the client process until ("stop",)."""
 
     def deliver(outputs: Sequence[tuple[int, Output]]) -> None:
         outbox.send(("deliver", [(number, _encode(output)) for number, output in outputs]))
@@ -48,8 +48,8 @@ def run_engine(host: EngineHost, connection: socket.socket, outbox: Outbox) -> N
                 try:
                     host.submit(submission)
                 except Exception as error:
-                    logger.exception("a request cannot be taken")
-                    failure = ServerError(f"the request cannot be taken: {error}")
+                    logger.exception("a request cannot be submitted")
+                    failure = ServerError(f"the request cannot be submitted: {error}")
                     deliver([(number, failure) for number in submission.numbers])
             case ("cancel", number, reason, output_tokens):
                 host.cancel(number, reason, output_tokens)

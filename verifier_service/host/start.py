@@ -1,4 +1,4 @@
-"""From checked options to an engine: ranks, target, metrics."""
+"""Create an engine from checked options: ranks, target, metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
     """Load the target, create its engine, and serve the metrics while the context lasts; the caller starts the engine.
 
     Raises:
-        DraftwireError: If an option, the checkpoint, the device or the address of the metrics is wrong.
+        DraftwireError: If an option, the checkpoint, the device or the metrics' address is wrong.
     """
     with _start_workers(options, settings.device) as workers:
         rank = ALONE if workers is None else workers.rank
@@ -71,7 +71,7 @@ def hosting_engine(options: VerifierOptions, settings: Settings) -> Iterator[Eng
 
 
 def _load_vocabulary(directory: Path, vocab_size: int) -> Vocabulary | str:
-    """Return the vocabulary for structured output, or why there is none."""
+    """Return the vocabulary for structured output, or the reason why there is none."""
     if not has_tokenizer(directory):
         return "this server has no tokenizer"
     with Console(stderr=True).status("reading the vocabulary"):

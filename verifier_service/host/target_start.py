@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 def start_target(
     options: VerifierOptions, config: config_pb2.SpeculativeConfig, device: torch.device, rank: Rank = ALONE
 ) -> tuple[Target, int]:
-    """Return the target on `device`, compiled on a GPU, and the number of its cache blocks, equal on every rank.
+    """Return the target on `device`, compiled on a GPU, and the number of cache blocks, which is equal on all ranks.
 
     Raises:
         DraftwireError: If an option or the checkpoint is wrong.
     """
     if not sys.stderr.isatty():
-        disable_progress_bar()  # transformers' progress bar
+        disable_progress_bar()  # of transformers
     make_current(device)
     memory = GpuMemory(device) if device.type == "cuda" else None
     console = Console(stderr=True)

@@ -1,1 +1,1 @@
-"""Sampling and rejection, with each request's parameters."""
+"""Sampling and rejection with each request's parameters."""

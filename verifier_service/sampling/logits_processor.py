@@ -24,8 +24,8 @@ MOST_STOP_TOKENS = limits_of(config_pb2.SamplingParams(), "stop_token_ids").max_
 
 
 class LogitsProcessor:
-    """Keeps each request's options on the device from its first draw to its end, so that a step's cost does not depend
-    on the lengths of lists."""
+    """Stores each request's options on the device from its first draw to its end, so that a step's cost is independent
+    of the lengths of lists."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
         self._eos_token_ids = eos_token_ids
@@ -71,7 +71,7 @@ class LogitsProcessor:
     ) -> torch.Tensor:
         """Return the logits that the batch samples from; `logits` itself if no request changes them.
 
-        `masks` are those of the rows of requests with structured output.
+        `masks` are for the rows of requests with structured output.
         """
         if masks is not None:
             (rows,) = upload([masks.rows], logits.device)
@@ -97,8 +97,7 @@ class LogitsProcessor:
             allowed=self._allowed.of(requests),
             forbidden=forbidden,
         )
-        # Masks and filters do not change other values. Biased and penalised logits are not rounded to the target's
-        # dtype.
+        # Masks and filters keep all other values. Biased and penalised logits are not rounded to the target's dtype.
         is_exact = penalties is None and bias is None
         return process_logits(logits if is_exact else logits.float(), sampling)
 
@@ -106,10 +105,10 @@ class LogitsProcessor:
         tables = self._biases.tables(requests)
         if tables is None:
             return None
-        return LogitBias(torch.tensor([self._biases.slot(request) for request in requests]), *tables)
+        return LogitBias(torch.tensor(self._biases.slots(requests)), *tables)
 
     def _suppression(self, batch: Sequence[ScheduledRows], specs: Sequence[SamplingSpec]) -> Suppression | None:
-        """Return the end and stop tokens of the rows whose token comes before min_tokens."""
+        """Return the end and stop tokens of the rows before min_tokens."""
         rows: list[int] = []
         slots: list[int] = []
         users = []
@@ -117,10 +116,10 @@ class LogitsProcessor:
         for item, spec in zip(batch, specs, strict=True):
             count = min(item.num_logit_rows, spec.min_tokens - num_output(item)) if spec.min_tokens else 0
             if item.request.grammar is not None:
-                count = 0  # its masks have min_tokens in them
+                count = 0  # the masks already apply min_tokens
             if count > 0 and len(spec.end_ids) > 0:
                 rows += range(first, first + count)
-                slots += [self._end_ids.slot(item.request)] * count
+                slots += self._end_ids.slots([item.request]) * count
                 users.append(item.request)
             first += item.num_logit_rows
         tables = self._end_ids.tables(users)
@@ -128,20 +127,17 @@ class LogitsProcessor:
 
 
 def num_output(item: ScheduledRows) -> int:
-    """Return the number of output tokens before this step's.
-
-    In a step that follows a step in flight it is one more than the host knows.
-    """
+    """Return the number of output tokens before this step; after a step in flight, one more than the host knows."""
     return item.request.num_output + (item.follows is not None)
 
 
 def draft_tokens(batch: Iterable[ScheduledRows]) -> list[int]:
-    """Return the drafts of all items, one after another."""
+    """Return the drafts of all items, concatenated."""
     return [token for item in batch if item.drafts is not None for token in item.drafts.tokens]
 
 
 def first_rows(batch: Sequence[ScheduledRows]) -> torch.Tensor:
-    """Return prefix sums [B + 1] int32 of the rows of a batch, on the CPU: kernels read them without waiting."""
+    """Return prefix sums [B + 1] int32 of a batch's rows, on the CPU, where kernels' launches read them."""
     return torch.tensor([0, *accumulate(item.num_logit_rows for item in batch)], dtype=torch.int32)
 
 

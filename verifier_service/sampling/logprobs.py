@@ -1,4 +1,4 @@
-"""Log probabilities of rows of logits, on their way to the host."""
+"""Log probabilities of rows of logits, and their copy to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifier_service.core.batch import SampledLogprobs, ScheduledRows
 
 # Most tokens of a row with log probabilities.
 MOST_LIKELIEST = int(limits_of(config_pb2.SamplingParams(), "logprobs").max)
-# Rows of a prompt whose float32 log probabilities are on the device at once.
+# Most rows of a prompt whose float32 log probabilities are on the device at once.
 ROWS_AT_ONCE = 64
 
 
@@ -24,7 +24,7 @@ def pack_logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torc
 
     Args:
         logits: [R, V].
-        most: Likely tokens of each row.
+        most: Number of likely tokens of each row.
     """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
@@ -42,35 +42,35 @@ def unpack_logprobs(flat: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log probabilities of prompts' tokens, on their way from the device."""
+    """Log probabilities of prompts' tokens that are copied to the host."""
 
-    rows: Sequence[ScheduledRows]  # those with rows of a prompt whose logits are told
+    rows: Sequence[ScheduledRows]  # those with prompt rows that give log probabilities
     most: int  # likely tokens of each row of logits
     on_host: torch.Tensor
     copied: torch.cuda.Event | None
 
     @classmethod
     def launch(cls, rows: Sequence[ScheduledRows], logits: torch.Tensor) -> PromptLogprobs | None:
-        """Compute them behind a forward pass; None where no row of a prompt is told.
+        """Compute them after a forward pass; None if no prompt row gives log probabilities.
 
         Args:
-            logits: [R, V], the rows of `rows` one after another: first `num_prompt_logit_rows` of each, then
+            logits: [R, V], the logits of `rows`, concatenated: first `num_prompt_logit_rows` of each, then
                 `num_logit_rows`.
         """
-        told = [row for row in rows if row.num_prompt_logit_rows > 0]
-        if not told:
+        chosen = [row for row in rows if row.num_prompt_logit_rows > 0]
+        if not chosen:
             return None
         most = min(MOST_LIKELIEST, logits.shape[1])
         index = np.array(logit_places(rows, of_prompts=True), np.int64)
         # The row of a token predicts the next one.
-        tokens = np.array([token for row in told for token in row.told_tokens], np.int64)
+        tokens = np.array([token for row in chosen for token in row.prompt_logprob_tokens], np.int64)
         places, targets = upload([index, tokens], logits.device)
         pieces = zip(places.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True)
         packed = torch.cat([pack_logprobs(logits.index_select(0, rows_), own, most) for rows_, own in pieces])
-        return cls(told, most, packed.to("cpu", non_blocking=True), record_event(logits.device))
+        return cls(chosen, most, packed.to("cpu", non_blocking=True), record_event(logits.device))
 
     def finish(self) -> None:
-        """Wait for them, and give each row its own."""
+        """Wait for the copy, and set each row's `prompt_logprobs`."""
         if self.copied is not None:
             self.copied.synchronize()
         parts = unpack_logprobs(self.on_host, self.most)
@@ -84,7 +84,7 @@ class PromptLogprobs:
 
 
 def logit_places(rows: Sequence[ScheduledRows], *, of_prompts: bool) -> list[int]:
-    """Return where, in a step's logits, the rows are that are told of prompts, or those that tokens are drawn from."""
+    """Return the indices, in a step's logits, of the rows for prompts' log probabilities, or of those for sampling."""
     places: list[int] = []
     first = 0
     for row in rows:

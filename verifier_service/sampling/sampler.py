@@ -37,38 +37,38 @@ METHOD_NAMES = {
 }
 
 
-# Columns of draft logits of a reduced vocabulary that kernels are compiled for at start. Triton compiles again for a
-# number that is no multiple of 16.
+# Columns of draft logits of a reduced vocabulary for which kernels are compiled at start. Triton compiles again for a
+# number that is not a multiple of 16.
 PART_OF_VOCABULARY = 32000
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Sampled tokens on their way from the device; see `TokenSampler.finish`."""
+    """Sampled tokens that are copied to the host; see `TokenSampler.finish`."""
 
     rows: Sequence[ScheduledRows]
-    groups: list[tuple[list[int], torch.Tensor]]  # (places in rows, [B, k + 2] int64: number of tokens, tokens)
+    groups: list[tuple[list[int], torch.Tensor]]  # (indices in rows, [B, k + 2] int64: number of tokens, tokens)
     logprobs: _LogprobRows | None  # if log probabilities are requested
     on_host: torch.Tensor  # [N] int64: all of the groups, then all of `logprobs`
     copied: torch.cuda.Event | None
 
     @property
     def packed(self) -> torch.Tensor | None:
-        """[len(rows), k + 2] int64 on the device: the number of tokens of each of the rows, then the tokens; None where
-        there are several groups."""
+        """Return [len(rows), k + 2] int64 on the device: the number of tokens of each of the rows, then the tokens.
+        None if there are several groups."""
         return None if len(self.groups) > 1 else self.groups[0][1]
 
     @property
     def first_tokens(self) -> torch.Tensor | None:
-        """[len(rows)] int64 on the device, -1 for none; None where there are several groups."""
+        """Return the first tokens [len(rows)] int64 on the device, -1 for none; None if there are several groups."""
         return None if len(self.groups) > 1 else self.groups[0][1][:, 1]
 
 
 @dataclass(frozen=True)
 class _LogprobRows:
-    """Rows of logits with log probabilities, item after item."""
+    """Rows of logits with log probabilities, grouped by item."""
 
-    wanted: list[tuple[int, int]]  # (place, number of most likely tokens) of each item with log probabilities
+    wanted: list[tuple[int, int]]  # (index, number of most likely tokens) of each item with log probabilities
     most: int  # likely tokens of each row
 
 
@@ -84,7 +84,7 @@ class TokenSampler:
         device: torch.device,
     ) -> None:
         self._method = METHOD_NAMES[config.rejection_sample_method]
-        # A seeded request gets the same tokens whatever the drafts are. With draft logits this would cost acceptance.
+        # A seeded request gets the same tokens with any drafts. With draft logits this would cost acceptance.
         is_one_hot = config.draft_logits.form == cfg.NONE and config.rejection_sample_method != cfg.SYNTHETIC
         self._seeded_method = "coupled" if is_one_hot else self._method
         self._use_fp64 = config.use_fp64_gumbel
@@ -101,13 +101,13 @@ class TokenSampler:
         """Draw from batches of all sizes with logits of `dtype`, raw and processed, so that no step waits for a
         compilation.
 
-        Covers any number of drafts, equal for all requests or not, and the configured forms of draft logits, of the
-        whole vocabulary and of a part.
+        This covers any number of drafts, equal for all requests or not, and the configured forms of draft logits, of
+        the whole vocabulary and of a part.
         """
         one = torch.ones(1)
         filters = LogitsSampling(torch.tensor([0, 1], dtype=torch.int32), one, top_k=one.to(torch.int32), min_p=one)
         for form in dict.fromkeys((dtype, torch.float32)):
-            for draft_logits in chain((None,), self._draft_logits_to_come()):
+            for draft_logits in chain((None,), self._configured_draft_logits()):
                 for method in dict.fromkeys((self._method, self._seeded_method)):
                     self._draw_all_sizes(form, draft_logits, method)
             row = torch.zeros(1, self._vocab_size, dtype=form, device=self._device)
@@ -118,7 +118,7 @@ class TokenSampler:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
-    def _draft_logits_to_come(self) -> Iterator[DraftLogits]:
+    def _configured_draft_logits(self) -> Iterator[DraftLogits]:
         """Yield draft logits of every configured form for the most drafts."""
         count, vocab = self._max_num_seqs * (self._most_rows - 1), self._vocab_size
         if self._logits_form.form == config_pb2.DRAFT_LOGITS_FORM_DENSE:
@@ -154,11 +154,11 @@ class TokenSampler:
     def launch(
         self, batch: Sequence[ScheduledRows], logits: torch.Tensor, masks: RowMasks | None = None
     ) -> SamplerOutput:
-        """Start to draw tokens for all items of a batch; on a GPU without waiting.
+        """Start to draw tokens for all items of a batch, on a GPU without waiting.
 
         Args:
-            logits: [R, V], the rows of all items one after another, num_logit_rows each. Only later work of the same
-                stream may overwrite them.
+            logits: [R, V], the rows of all items, concatenated, num_logit_rows each. Only later work of the same stream
+                may overwrite them.
             masks: Tokens that the rows of requests with structured output may draw.
         """
         specs = [self._processor.spec(item.request) for item in batch]
@@ -207,13 +207,12 @@ class TokenSampler:
         starts: Sequence[int],
         groups: Sequence[tuple[list[int], torch.Tensor]],
     ) -> tuple[_LogprobRows | None, torch.Tensor]:
-        """Launch the log probabilities, and return them with all that goes to the host; see
-        `SamplerOutput.on_host`."""
+        """Launch the log probabilities; return their rows and the tensor for `SamplerOutput.on_host`."""
         drawn = groups[0][1].flatten() if len(groups) == 1 else torch.cat([packed.flatten() for _, packed in groups])
         wanted = [(i, own.logprobs) for i, own in enumerate(specs) if own.logprobs is not None]
         if not wanted:
             return None, drawn
-        first_places, begin = {}, 0  # place of each item's first token among all sampled tokens
+        first_places, begin = {}, 0  # index of each item's first token among all sampled tokens
         for members, packed in groups:
             first_places.update({i: begin + own * packed.shape[1] + 1 for own, i in enumerate(members)})
             begin += packed.numel()
@@ -235,7 +234,7 @@ class TokenSampler:
     ) -> torch.Tensor:
         """Run the rejection test; return [B, k_max + 2] int64 on the device: number of tokens, then the tokens.
 
-        One seeded request decides the method for all, because either method follows the target.
+        One seeded request decides the method for all, because both methods follow the target's distribution.
         """
         requests = [item.request for item in batch]
         arrays: list[np.ndarray] = [
@@ -255,7 +254,7 @@ class TokenSampler:
         draft_logits: DraftLogits | None,
         method: str,
     ) -> torch.Tensor:
-        """Return drafts, positions, keys and temperatures as device tensors."""
+        """Run the rejection test; `arrays` are drafts, positions, keys and temperatures. Returns as `_reject`."""
         drafts, position, *keys, temperature = upload(arrays, self._device)
         result = rejection_sample(
             logits,
@@ -272,7 +271,7 @@ class TokenSampler:
         return torch.cat([result.num_emitted[:, None].to(torch.int64), result.tokens], dim=1)
 
     def _draft_logits(self, batch: Sequence[ScheduledRows]) -> DraftLogits | None:
-        """Return the logits of all drafts, draft after draft."""
+        """Return the logits of all drafts, concatenated."""
         pieces: list[tuple[AnswerLogits, list[int]]] = []
         for item in batch:
             drafts, logits = item.drafts, _logits(item)
@@ -291,7 +290,7 @@ class TokenSampler:
         return DraftLogits(values, ids.to(torch.int64))
 
     def _gathered(self, pieces: list[tuple[torch.Tensor, list[int]]]) -> torch.Tensor:
-        """Return the rows of several tensors, one after another, on the device."""
+        """Return rows of several tensors, concatenated, on the device."""
         gathered = []
         for values, rows in pieces:
             picked = values
@@ -312,8 +311,7 @@ def synthetic_rates(config: config_pb2.SpeculativeConfig) -> list[float] | None:
 
 
 def _by_columns(batch: Sequence[ScheduledRows]) -> list[list[int]]:
-    """Return the places of items that one rejection test can take together, because their draft logits have equal
-    columns."""
+    """Return the indices of items by rejection test: one test takes items whose draft logits have equal columns."""
     members: dict[int | None, list[int]] = {}
     for index, item in enumerate(batch):
         logits = _logits(item)

@@ -1,4 +1,4 @@
-"""One request's sampling parameters in the form that each step reads."""
+"""One request's sampling parameters in the form that steps read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_PENALTIES = PenaltyStrengths()
 class SamplingSpec:
     """The parameters that change a request's logits and log probabilities.
 
-    They are read from the protobuf message once, because each read of a protobuf field is slow.
+    They are read from the protobuf message once, because reading protobuf fields is slow.
     """
 
     temperature: float
@@ -46,7 +46,7 @@ class SamplingSpec:
 
     @classmethod
     def of(cls, params: config_pb2.SamplingParams, eos_token_ids: frozenset[int]) -> SamplingSpec:
-        """Read the parameters of a request to a target with these end tokens."""
+        """Return the parameters of a request, for a target with these end tokens."""
         bias = list(params.logit_bias.items())
         end_ids = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         penalties = PenaltyStrengths(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -70,6 +70,6 @@ class SamplingSpec:
 
     @property
     def keeps_logits(self) -> bool:
-        """Return whether the request samples from the target's own logits, once min_tokens are out."""
+        """Return whether the request samples from unchanged logits after min_tokens."""
         has_lists = len(self.bias_tokens) > 0 or len(self.allowed) > 0 or len(self.bad_words) > 0
         return not (self.has_filter or self.has_penalties or has_lists)

@@ -11,32 +11,30 @@ from draftwire.model.devices import upload
 from draftwire_kernels import Penalties
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.core.request import Request
+from verifier_service.sampling.request_slots import RequestSlots
 from verifier_service.sampling.sampling_spec import NO_PENALTIES, PenaltyStrengths
 
 
 class TokenHistory:
-    """Tokens of the requests with penalties, in tables allocated for the first such request.
+    """Tokens of the requests with penalties, in tables that are allocated for the first such request.
 
-    The tables are on the device and change in stream order: the next step reads a step's draw before the host knows it.
+    The tables are on the device and change in stream order: the next step reads a step's draw before the host does.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
-        self._slots: dict[Request, int] = {}
-        self._free = list(range(max_num_seqs))
+        self._slots = RequestSlots(max_num_seqs)
         self._prompt_mask: torch.Tensor | None = None
         self._output_counts: torch.Tensor | None = None
 
     def release(self, request: Request) -> None:
-        """Drop the state of a request that has ended or was preempted; a preempted request draws its last tokens
+        """Drop the state of a request that has ended or was preempted. A preempted request draws its last tokens
         again."""
-        slot = self._slots.pop(request, None)
-        if slot is not None:
-            self._free.append(slot)
+        self._slots.release(request)
 
     def penalties(self, requests: Sequence[Request], strengths: Sequence[PenaltyStrengths]) -> Penalties | None:
-        """Return the penalties of a step's requests, None when no request uses any."""
+        """Return the penalties of a step's requests; None if no request has penalties."""
         users = [request for request, own in zip(requests, strengths, strict=True) if own != NO_PENALTIES]
         if not users:
             return None
@@ -45,14 +43,14 @@ class TokenHistory:
             self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         for request in users:
             if request not in self._slots:
-                slot = self._slots[request] = self._free.pop()
+                slot = self._slots.assign(request)
                 _fill(self._prompt_mask[slot], self._output_counts[slot], request)
         repetition, presence, frequency = torch.tensor(strengths).unbind(1)
         return Penalties(
             repetition=repetition,
             presence=presence,
             frequency=frequency,
-            slot=torch.tensor([self._slots.get(request, -1) for request in requests]),
+            slot=torch.tensor(self._slots.of(requests)),
             prompt_mask=self._prompt_mask,
             output_counts=self._output_counts,
         )
@@ -63,7 +61,8 @@ class TokenHistory:
         Args:
             drawn: [len(batch), 1 + k] int64 on the device, -1 for none.
         """
-        users = [(place, self._slots[item.request]) for place, item in enumerate(batch) if item.request in self._slots]
+        slots = self._slots.of([item.request for item in batch])
+        users = [(place, slot) for place, slot in enumerate(slots) if slot >= 0]
         if not users:
             return
         assert self._output_counts is not None
@@ -74,7 +73,7 @@ class TokenHistory:
 
 
 def _fill(prompt_mask: torch.Tensor, output_counts: torch.Tensor, request: Request) -> None:
-    """Write the tokens of a request into its rows of the tables; a preempted request has output already."""
+    """Write the tokens of a request into its rows of the tables; a preempted request already has output."""
     prompt = np.array(request.prompt, np.int64)
     tokens, counts = np.unique(np.array(request.tokens[len(prompt) :], np.int64), return_counts=True)
     prompt_ids, output_ids, output = upload([prompt, tokens, counts.astype(np.int32)], prompt_mask.device)

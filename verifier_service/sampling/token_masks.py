@@ -1,4 +1,4 @@
-"""Tokens that requests must not draw: all but the allowed ones, and those that would complete a bad word."""
+"""Tokens that requests must not draw: tokens other than allowed ones, and tokens that would complete a bad word."""
 
 from __future__ import annotations
 
@@ -13,36 +13,11 @@ from draftwire.v1 import config_pb2
 from draftwire_kernels import AllowedTokens, ForbiddenSequences
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.core.request import Request
+from verifier_service.sampling.request_slots import RequestSlots
 
 MOST_WORDS = limits_of(config_pb2.SamplingParams(), "bad_word_ids").max_items
 LONGEST_WORD = limits_of(config_pb2.TokenSequence(), "ids").max_items
 ANY_TOKEN, NO_TOKEN = -2, -1
-
-
-class _Slots:
-    """Rows of tables, each of one request."""
-
-    def __init__(self, count: int) -> None:
-        self._slots: dict[Request, int] = {}
-        self._free = list(range(count))
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._slots
-
-    def assign(self, request: Request) -> int:
-        """Give a request a slot, and return the slot."""
-        slot = self._slots[request] = self._free.pop()
-        return slot
-
-    def release(self, request: Request) -> None:
-        """Take a request's slot back, if it has one."""
-        slot = self._slots.pop(request, None)
-        if slot is not None:
-            self._free.append(slot)
-
-    def of(self, requests: Sequence[Request]) -> list[int]:
-        """Return the slots of requests, -1 for none."""
-        return [self._slots.get(request, -1) for request in requests]
 
 
 class AllowedLists:
@@ -51,11 +26,11 @@ class AllowedLists:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
         self._device = device
-        self._slots = _Slots(max_num_seqs)
+        self._slots = RequestSlots(max_num_seqs)
         self._mask: torch.Tensor | None = None
 
     def add(self, request: Request, tokens: np.ndarray) -> None:
-        """Copy a request's allowed tokens, int64 [n], to the device, if they are not there."""
+        """Copy a request's allowed tokens, int64 [n], to the device, if they are not there yet."""
         if request in self._slots:
             return
         if self._mask is None:
@@ -68,7 +43,7 @@ class AllowedLists:
         self._slots.release(request)
 
     def of(self, requests: Sequence[Request]) -> AllowedTokens | None:
-        """Return the allowed tokens of a step's requests, None where all of them may draw every token."""
+        """Return the allowed tokens of a step's requests; None if all requests may draw every token."""
         slots = self._slots.of(requests)
         if self._mask is None or max(slots) < 0:
             return None
@@ -78,18 +53,18 @@ class AllowedLists:
 class BadWords:
     """The sequences that each request's output must not contain, and the last tokens of the output, on the device.
 
-    The last tokens change in stream order: the next step reads a step's draw before the host knows it.
+    The last tokens change in stream order: the next step reads a step's draw before the host does.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._count = max_num_seqs
         self._device = device
-        self._slots = _Slots(max_num_seqs)
+        self._slots = RequestSlots(max_num_seqs)
         self._sizes: dict[Request, tuple[int, int]] = {}  # number of sequences, most tokens before the last one
         self._tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # last, before, tail
 
     def add(self, request: Request, words: Sequence[Sequence[int]]) -> None:
-        """Copy a request's sequences, and the end of the output that it has already, to the device, if not there."""
+        """Copy a request's sequences and the end of its output to the device, if they are not there yet."""
         if request in self._slots:
             return
         length = LONGEST_WORD - 1
@@ -114,13 +89,13 @@ class BadWords:
             table[slot].view(-1).copy_(row)
 
     def release(self, request: Request) -> None:
-        """Drop the state of a request that has ended or was preempted; a preempted request draws its last tokens
+        """Drop the state of a request that has ended or was preempted. A preempted request draws its last tokens
         again."""
         self._slots.release(request)
         self._sizes.pop(request, None)
 
     def of(self, requests: Sequence[Request]) -> ForbiddenSequences | None:
-        """Return the sequences of a step's requests, None where none of them has any."""
+        """Return the sequences of a step's requests; None if no request has any."""
         sizes = [self._sizes[request] for request in requests if request in self._sizes]
         if self._tables is None or not sizes:
             return None
@@ -134,7 +109,7 @@ class BadWords:
         """Append the drawn tokens of a batch to the ends of its requests' outputs.
 
         Args:
-            drawn: [len(batch), 1 + k] int64 on the device, -1 for none behind the drawn tokens.
+            drawn: [len(batch), 1 + k] int64 on the device, -1 after the drawn tokens.
         """
         slots = self._slots.of([item.request for item in batch])
         users = [(place, slot) for place, slot in enumerate(slots) if slot >= 0]

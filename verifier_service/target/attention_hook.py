@@ -1,9 +1,9 @@
-"""Our attention in transformers' models: one registered function that reads the step's batch from a module context.
+"""Paged attention in transformers' models: a registered function that reads the step's batch from a module variable.
 
-The models call it once per layer with rotary applied, key-value heads not repeated and a flattened ragged batch. No
-mask function is registered, so transformers passes no mask. Keys and values are written and attention is computed by
-one operator that a compiled graph sees as a whole: the graph knows neither cache nor batch, so it stays the same for
-all of them, and the compiler cannot copy a cache that it does not see.
+Models call the function once per layer, after rotary embedding, with unrepeated key-value heads and a flattened ragged
+batch. No mask function is registered, so transformers passes no mask. One operator writes keys and values and computes
+attention. A compiled graph sees only the operator, neither cache nor batch. So one graph serves all batches, and the
+compiler cannot copy the cache.
 """
 
 from __future__ import annotations
@@ -22,20 +22,15 @@ from draftwire_kernels import RaggedBatch, paged_attention
 
 NAME = "draftwire_paged"
 
-# Arguments that models pass along without any effect on the result here.
+# Arguments of models that have no effect here.
 _IGNORED = {
-    "dropout",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "is_causal",
-    "cache_position",
+    *("dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"),
     "output_router_logits",
 }
 
 
 class LayerCall(NamedTuple):
-    """How a layer called our attention."""
+    """A layer's call of the attention function."""
 
     layer: int
     shape: tuple[int, int, int]  # KV heads, key head size, value head size
@@ -63,7 +58,7 @@ def attending(cache: KVCache, batch: RaggedBatch) -> Iterator[None]:
 
 @contextmanager
 def measuring() -> Iterator[list[LayerCall]]:
-    """Let forward passes of this process attend to nothing while the context lasts; yields their calls."""
+    """Let forward passes of this process attend to nothing while the context lasts; yield their calls."""
     calls: list[LayerCall] = []
 
     def measure(
@@ -98,16 +93,16 @@ def _attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
+    """Return [1, T, H, D] of query [1, H, T, D], key and value [1, KV, T, D]."""
     kind = type(module).__name__
     unknown = sorted(name for name, given in kwargs.items() if name not in _IGNORED and given is not None)
     if unknown or attention_mask is not None:
         raise CheckpointError(f"attention of {kind} is not served: it needs {', '.join(unknown) or 'a mask'}")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise CheckpointError(f"attention of {kind} is not served: it is not causal, rows see those behind them")
+        raise CheckpointError(f"attention of {kind} is not served: it is not causal, rows see later rows")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     if torch.compiler.is_compiling():
-        # Parts of one tensor: what comes before it, rotary embedding above all, is one kernel for both and not two.
+        # Parts of one tensor, so that earlier operations, above all rotary embedding, are one kernel for both.
         both, heads = torch.cat([query, key], 1), query.shape[1]
         query, key = both[:, :heads], both[:, heads:]
     out = torch.ops.draftwire.attend(query, key, value, module.layer_idx, scaling, sliding_window, softcap)

@@ -1,4 +1,4 @@
-"""What a CUDA graph of the target reads, and a step's inputs on their way there."""
+"""The inputs of the target's CUDA graphs, and the copy of a step's inputs to them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ class GraphTensors(NamedTuple):
 
 
 class StagedInputs(NamedTuple):
-    """A step's inputs in host memory. Token ids and rows may change after they were sent, until the stream copies them.
-    """
+    """A step's inputs in host memory. After `send`, token ids and rows may change until the stream copies them."""
 
     token_ids: np.ndarray  # [rows of the bucket] int64
-    slots: np.ndarray  # [rows of the step] int64, where they go in the cache
+    slots: np.ndarray  # [rows of the step] int64, slots of the cache
     token_ids_on_host: Tensor  # the memory of `token_ids`
     positions: Tensor  # [rows of the bucket] int64
     logit_rows: Tensor | None  # [logit rows of the bucket] int64; None for all rows
@@ -48,7 +47,7 @@ class StagedInputs(NamedTuple):
 
 
 class GraphInputs:
-    """What the graphs of some buckets read, at fixed addresses."""
+    """The inputs of the graphs of some buckets, at fixed addresses."""
 
     def __init__(self, buckets: Sequence[Bucket], max_blocks: int, device: torch.device) -> None:
         most_rows = max(bucket.num_rows for bucket in buckets)
@@ -68,27 +67,25 @@ class GraphInputs:
         return StagedInputs(token_ids.numpy(), slots, token_ids, positions, logit_rows, self._batch.stage(batch))
 
     def send(self, bucket: Bucket, staged: StagedInputs) -> GraphTensors:
-        """Copy staged inputs to where the graph reads them, on the current stream."""
+        """Copy staged inputs to the graph's memory, on the current stream."""
         positions, token_ids = self._positions[: bucket.num_rows], self._token_ids[: bucket.num_rows]
         positions.copy_(staged.positions, non_blocking=True)
         token_ids.copy_(staged.token_ids_on_host, non_blocking=True)
         logit_rows = (self._all_rows if staged.logit_rows is None else self._chosen)[: bucket.num_logit_rows]
         if staged.logit_rows is not None:
             logit_rows.copy_(staged.logit_rows, non_blocking=True)
+        max_length = self._max_blocks * BLOCK_SIZE
         batch = staged.batch.send(
-            bucket.num_rows,
-            bucket.num_sequences,
-            max_rows=bucket.max_rows,
-            max_length=self._max_blocks * BLOCK_SIZE,
+            bucket.num_rows, bucket.num_sequences, max_rows=bucket.max_rows, max_length=max_length
         )
         return GraphTensors(token_ids, positions, logit_rows, batch)
 
     def padding(self, bucket: Bucket) -> GraphTensors:
-        """Return fill the memory that the graph of a bucket reads with padding, and return it."""
+        """Fill the inputs of a bucket's graph with padding, and return them."""
         return self.send(bucket, self.stage(bucket, _PADDING))
 
     def _on_host(self, values: np.ndarray, size: int) -> Tensor:
-        """[size] int64: `values`, then zeros; pinned for a GPU."""
+        """Return [size] int64: `values`, then zeros; pinned for a GPU."""
         padded = torch.zeros(size, dtype=torch.int64, pin_memory=self._all_rows.is_cuda)
         padded.numpy()[: len(values)] = values
         return padded

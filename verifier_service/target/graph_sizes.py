@@ -1,4 +1,4 @@
-"""The sizes of batch that CUDA graphs are captured for, and which of them a batch is padded to."""
+"""The batch sizes of CUDA graphs, and the choice of a size for a batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import chain, takewhile
 
 from draftwire.model.batch_sizes import row_counts
 
-# Up to so many rows padding costs little: of an 8B target on an H200 1 took 4.55 ms, 40 took 5.05 and 160 took 6.34.
+# Up to this number of rows padding is cheap: for an 8B target on an H200, 1 row took 4.55 ms, 40 took 5.05, 160 6.34.
 _FEW_ROWS = 40
-# Two where one would do, because the compiler takes a size of one for a constant.
+# Two, not one, because the compiler treats a size of one as a constant.
 LEAST_ROWS = 2
 
 
@@ -26,13 +26,12 @@ class Bucket:
 
     @property
     def has_all_logits(self) -> bool:
-        """Return whether all rows have logits, not chosen ones."""
+        """Return whether all rows have logits."""
         return self.num_logit_rows == self.num_rows
 
 
 def sequence_counts(most: int) -> list[int]:
-    """Return the numbers of sequences up to `most`: padding adds at most half, and at most an eighth from 64 sequences
-    on."""
+    """Return numbers of sequences up to `most`: padding adds at most half, from 64 sequences on at most an eighth."""
     counts = [1, 2, 3, 4, 6, 8, 12, *range(16, 64, 8)]
     while counts[-1] < most:
         counts.append(counts[-1] + max(counts[-1] // 64, 1) * 8)
@@ -42,10 +41,10 @@ def sequence_counts(most: int) -> list[int]:
 class Buckets:
     """The buckets of an engine.
 
-    A step without drafts has one row a sequence. A step with drafts has up to `rows_per_sequence` rows a sequence.
-    Where the number of rows matters to the forward pass, there are also buckets with fewer rows on average, for steps
-    in which few sequences have drafts or all have few. A step with more rows of a sequence has prompts: its bucket
-    depends only on its rows, and has the most logits that a step needs.
+    A step without drafts has one row per sequence. A step with drafts has up to `rows_per_sequence` rows per sequence.
+    If the number of rows matters to the forward pass, there are also buckets with fewer rows on average, for steps with
+    few drafts. A step with more rows of a sequence has prompts: its bucket depends only on its rows, and has the most
+    logits that a step needs.
 
     Attributes:
         decoding, with_prompts: Largest first, so that smaller graphs reuse the memory of larger ones.
@@ -61,8 +60,8 @@ class Buckets:
         self.with_prompts = [Bucket(max_num_seqs, rows, rows, min(rows, wanted)) for rows in self._row_counts[::-1]]
 
     def find(self, num_sequences: int, num_rows: int, max_rows: int, num_logit_rows: int) -> Bucket | None:
-        """Return the smallest bucket for that many sequences with `num_rows` rows, at most `max_rows` of one, and that
-        many rows with logits; None if there is none."""
+        """Return the smallest bucket for `num_sequences` sequences with `num_rows` rows, at most `max_rows` of one, and
+        `num_logit_rows` rows with logits; None if there is none."""
         place = bisect_left(self._counts, num_sequences)
         if place == len(self._counts):
             return None

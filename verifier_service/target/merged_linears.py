@@ -1,7 +1,7 @@
-"""Projections of one input merged into one product: query, key and value; gate and up.
+"""Merge projections of one input into one product: query, key and value; gate and up.
 
-Small batches read every weight once per product, and a product of few output columns does not fill a GPU. A forward
-pass shows which linear layers share an input, so that models of transformers need no list of names. Weights are sharded
+Small batches read each weight once per product, and a product with few output columns does not fill a GPU. A recorded
+forward pass shows which linear layers share an input, so that no list of layer names is needed. Weights are sharded
 before they are merged.
 """
 
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ProjectionGroup:
-    """Linear layers of one module that read the same tensor, in the order in which they are called."""
+    """Linear layers of one module that read the same tensor, in the order of their calls."""
 
     parent: nn.Module
     names: tuple[str, ...]
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The layers."""
+        """Return the layers."""
         return [getattr(self.parent, name) for name in self.names]
 
 
 def find_projections(model: nn.Module, forward: Callable[[], object]) -> list[ProjectionGroup]:
-    """Return the groups of at least two layers, seen while `forward` runs `model` once without compilation.
+    """Return the groups of at least two layers; `forward` runs `model` once without compilation.
 
-    Only plain `nn.Linear` without hooks are taken, of one dtype and device, all with a bias or all without, each called
-    once.
+    Layers of a group are plain `nn.Linear` without hooks, of one dtype and device, all with or all without a bias, and
+    called once.
     """
     parents = {
         module: (parent, name)
@@ -93,9 +93,9 @@ def _recorded_calls(modules: Any) -> Iterator[list[tuple[nn.Linear, Tensor]]]:
 
 
 def merge_projections(groups: Sequence[ProjectionGroup]) -> None:
-    """Replace the layers of each group in their module, so that the first computes the product of all.
+    """Replace the layers of each group in their module: the first layer computes the product of all.
 
-    The separate weights are freed group by group: at most one group's are held twice.
+    The separate weights are freed group by group, so that only one group's weights are in memory twice.
     """
     for group in groups:
         merged = MergedProjection(group.linears)
@@ -105,10 +105,10 @@ def merge_projections(groups: Sequence[ProjectionGroup]) -> None:
 
 
 class MergedProjection(nn.Module):
-    """The first projection of a group. Computes all projections; the other layers return their parts when they are
+    """The first projection of a group: computes all projections. The other layers return their parts when they are
     called next.
 
-    Holds no tensor between forward passes, so that a compiled graph meets the same state at each call.
+    It stores no tensor between forward passes, so that its state is equal at each call of a compiled graph.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -135,7 +135,7 @@ class _Part(nn.Module):
 
     def __init__(self, merged: MergedProjection) -> None:
         super().__init__()
-        self._merged = (merged,)  # in a tuple the module is no submodule, so that its weight has one name
+        self._merged = (merged,)  # in a tuple, so that the module is no submodule and its weight has one name
 
     def forward(self, _states: Tensor) -> Tensor:
         return self._merged[0].next_projection()

@@ -1,4 +1,4 @@
-"""Runs the target over an engine's steps: as CUDA graphs on a GPU, eagerly on a CPU."""
+"""Run the target over an engine's steps: as CUDA graphs on a GPU, eagerly on a CPU."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TargetRunner:
     valid until the next replay. A step that fits no graph runs eagerly.
 
     Attributes:
-        cache: Keys and values; of a split target, those of this rank's heads.
-        buckets: The sizes of steps that graphs are captured for.
-        max_blocks: Most blocks of the cache that a sequence has.
-        graphs: The captured graphs, by size. A step without a graph is computed eagerly.
-        seconds: Of each bucket's graph, the time of padding alone; empty before the graphs are captured.
+        cache: Keys and values; for a split target, those of this rank's heads.
+        buckets: The sizes of steps with graphs.
+        max_blocks: Most cache blocks of a sequence.
+        graphs: The captured graphs by size.
+        seconds: Time of each bucket's graph with padding only; empty before the capture.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class TargetRunner:
     ) -> None:
         """
         Args:
-            max_num_seqs, rows_per_sequence: Most sequences of a step, and most rows of one that decodes: its last token
-                and the drafts.
+            max_num_seqs, rows_per_sequence: Most sequences of a step, and most rows of a decoding sequence: its last
+                token and drafts.
             max_prefill_rows: Most rows of prompts in a step.
-            max_blocks_per_sequence: Most blocks of the cache that a sequence has.
+            max_blocks_per_sequence: Most cache blocks of a sequence.
         """
         self._target = target
         self.cache = cache
@@ -67,10 +67,10 @@ class TargetRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the graphs, with a progress bar; does nothing on a CPU. Compile the target before.
+        """Capture the graphs, with a progress bar; do nothing on a CPU. Compile the target before.
 
         Raises:
-            CheckpointError: If the forward pass reads numbers from the device, which no graph can.
+            CheckpointError: If the forward pass reads numbers from the device, which graphs do not support.
         """
         if self._target.device.type != "cuda":
             return
@@ -80,7 +80,7 @@ class TargetRunner:
         console = Console(stderr=True)
         every = []
         for buckets in (self.buckets.with_prompts, self.buckets.decoding):
-            # One memory for all buckets: a step copies as many inputs as the largest bucket has.
+            # The buckets share their inputs' memory, with the size of the largest bucket.
             inputs = GraphInputs(buckets, self.max_blocks, self._target.device)
             every += [(bucket, inputs) for bucket in buckets]
         for bucket, inputs in track(every, "capturing CUDA graphs", console=console, disable=not console.is_terminal):
@@ -91,7 +91,7 @@ class TargetRunner:
 
     @property
     def device(self) -> torch.device:
-        """The target's device."""
+        """Return the target's device."""
         return self._target.device
 
     @property
@@ -101,7 +101,7 @@ class TargetRunner:
         measured = (bucket for bucket in self.buckets.decoding if bucket in self.seconds)
         return {(bucket.num_sequences, bucket.num_rows): self.seconds[bucket] for bucket in measured}
 
-    # Inference mode here, not only in the forward pass: code compiled for its tensors serves no other tensors.
+    # Inference mode here, not only in the forward pass: code is compiled for inference tensors only.
     @torch.inference_mode()
     def run(self, step: ForwardInput) -> ForwardOutput:
         """Run a step's rows and fill the cache."""
@@ -122,10 +122,10 @@ class TargetRunner:
 
     @torch.inference_mode()
     def prelaunch(self, step: ForwardInput, most_rows: int | None = None) -> bool:
-        """Launch a forward pass whose token ids come later and whose rows all have logits; return whether this is
-        possible.
+        """Launch a forward pass whose token ids are not known yet and whose rows all have logits; return False if this
+        is not possible.
 
-        With `most_rows` the pass has room for so many rows only, and `release` gets the rows of each sequence. Call
+        With `most_rows` the pass has room for only `most_rows` rows, and `release` gets the rows of each sequence. Call
         `release` or `abandon` afterwards. On a GPU, call nothing in between that waits for the current stream. A CPU
         computes at `release`.
         """
@@ -137,11 +137,11 @@ class TargetRunner:
         return self._release is not None
 
     def release(self, token_ids: np.ndarray, counts: np.ndarray | None = None) -> ForwardOutput | None:
-        """Release the prelaunched forward pass with its token ids, int64 [T]. Return None if the device has computed
-        the pass without them.
+        """Release the prelaunched forward pass with its token ids, int64 [T]. Return None if the device has already
+        computed the pass without them.
 
-        `counts`, int64 [B], are the rows of each sequence where the pass was launched with `most_rows`: at least one,
-        and at most those that it was launched for.
+        `counts`, int64 [B], are the rows of each sequence if the pass was launched with `most_rows`: at least one, and
+        at most the rows at the launch.
         """
         release, self._release = self._release, None
         assert release is not None
@@ -154,7 +154,7 @@ class TargetRunner:
         self._release = None
 
     def _graph(self, step: ForwardInput, most_rows: int | None = None) -> StepGraph | None:
-        """Return the graph for a step, or for `most_rows` of its rows, all of which have logits then."""
+        """Return the graph for a step; with `most_rows`, for that many of its rows, all with logits."""
         max_rows = max((sequence.count for sequence in step.sequences), default=0)
         num_rows, num_logit_rows = len(step.positions), len(step.logit_rows)
         if most_rows is not None:
@@ -171,7 +171,7 @@ def _make_hold(device: torch.device) -> StreamHold | None:
         hold.stop()
         hold.release(lambda: None)
     except SegmentError as error:
-        logger.info("steps are not launched before their drafts arrive: %s", error)
+        logger.info("no steps are launched before their drafts arrive: %s", error)
         return None
     return hold
 
@@ -179,7 +179,7 @@ def _make_hold(device: torch.device) -> StreamHold | None:
 def start_runner(
     target: Target, num_blocks: int, max_num_seqs: int, num_drafts: int, max_prefill_rows: int
 ) -> TargetRunner:
-    """Return a runner with a cache of `num_blocks` blocks, its graphs captured: for steps of up to `max_num_seqs`
+    """Return a runner with a cache of `num_blocks` blocks and captured graphs, for steps of up to `max_num_seqs`
     sequences with `num_drafts` drafts each and `max_prefill_rows` rows of prompts."""
     tokens = num_blocks * BLOCK_SIZE
     size = tokens * token_bytes(target.layer_shapes, target.dtype) / 2**30

@@ -1,4 +1,4 @@
-"""The forward pass over one size of batch as a CUDA graph."""
+"""The forward pass over one batch size as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from verifier_service.target.graph_sizes import Bucket
 from verifier_service.target.stream_hold import StreamHold
 from verifier_service.target.target import Target, TargetOutput
 
-# Token ids [T], and rows of each sequence [B] where they are not those of the launch.
+# Takes token ids [T], and rows of each sequence [B] if they differ from the launch.
 Release = Callable[[np.ndarray, np.ndarray | None], ForwardOutput | None]
 
 
 def with_rows(step: ForwardInput, token_ids: np.ndarray, counts: np.ndarray | None) -> ForwardInput:
-    """Return a step whose rows all have logits with these token ids, int64 [T], and other counts of rows, int64 [B]."""
+    """Return a step with these token ids, int64 [T], and counts of rows, int64 [B], if given; all rows have logits."""
     if counts is None:
         return replace(step, token_ids=token_ids)
     starts = np.array([sequence.start for sequence in step.sequences], np.int64)
@@ -39,7 +39,7 @@ def with_rows(step: ForwardInput, token_ids: np.ndarray, counts: np.ndarray | No
 
 
 class StepGraph:
-    """Run steps of up to one size by a graph, padded to this size."""
+    """Runs steps of up to one size by a graph, padded to this size."""
 
     def __init__(self, inputs: GraphInputs, bucket: Bucket, slots: Tensor, replay: Callable[[], TargetOutput]) -> None:
         """
@@ -55,7 +55,7 @@ class StepGraph:
         self._replay = replay
 
     def seconds(self) -> float:
-        """Return the time of one replay over the present inputs: the least of three, because others use the device."""
+        """Return the time of one replay over the present inputs: the least of three, in case the device is shared."""
         taken = []
         for _ in range(3):
             self._replay()
@@ -74,10 +74,10 @@ class StepGraph:
         return self.launch(step, self._inputs.stage(self._bucket, step))
 
     def prelaunch(self, step: ForwardInput, hold: StreamHold, *, has_all_rows: bool = True) -> Release:
-        """Replay the graph behind a stopped stream over a step whose rows all have logits.
+        """Replay the graph on a stopped stream, over a step whose rows all have logits.
 
-        The returned function writes the token ids and lets the stream continue. Unless the step `has_all_rows`, the
-        function writes the number of rows of each sequence too, and only the rows that it writes must fit the bucket.
+        The returned function writes the token ids and lets the stream continue. Without `has_all_rows`, the function
+        also writes the number of rows of each sequence, and only these rows must fit the bucket.
         """
         starts = np.array([sequence.start for sequence in step.sequences], np.int64)
         if not has_all_rows:
@@ -132,16 +132,16 @@ class StepGraph:
 def capture_graph(
     target: Target, cache: KVCache, inputs: GraphInputs, bucket: Bucket, pool: Any, stream: torch.cuda.Stream
 ) -> StepGraph:
-    """Capture the forward pass over one size of batch.
+    """Capture the forward pass over one batch size.
 
     Raises:
-        CheckpointError: If the forward pass reads numbers from the device, which no graph can.
+        CheckpointError: If the forward pass reads numbers from the device, which graphs do not support.
     """
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         token_ids, positions, rows, batch = inputs.padding(bucket)
-        # Build kernels before the capture, and give the memory that building takes back to the capture.
+        # Build kernels before the capture, and free the memory of the build for the capture.
         target.forward(token_ids, positions, cache, batch, rows)
         torch.cuda.empty_cache()
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -166,7 +166,7 @@ def capture_graph(
 
 
 class _Memory:
-    """A tensor's memory without its ownership, as `__cuda_array_interface__` describes it."""
+    """A tensor's memory without ownership, described by `__cuda_array_interface__`."""
 
     def __init__(self, tensor: Tensor) -> None:
         kind = {1: "|u1", 2: "<i2", 4: "<i4"}[tensor.itemsize]
@@ -180,5 +180,5 @@ class _Memory:
 
 
 def _unowned(tensor: Tensor) -> Tensor:
-    """Return the tensor without ownership of its memory: the next graph of the pool computes there too."""
+    """Return the tensor without ownership of its memory, which the next graph of the pool also uses."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

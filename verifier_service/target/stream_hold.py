@@ -11,9 +11,9 @@ import torch
 
 from draftwire.transport.cuda_segment import cuda_driver
 
-# Seconds after which a held stream continues by itself, because the releasing thread may wait for the device.
+# Seconds after which the guard releases a held stream, because the releasing thread may wait for the device.
 MOST_HELD_S = 0.5
-_LOOK_EVERY_S = 0.1
+_GUARD_INTERVAL_S = 0.1
 
 WaitForValue = Callable[[int, int, int], None]  # stream, address, value
 
@@ -21,9 +21,9 @@ WaitForValue = Callable[[int, int, int], None]  # stream, address, value
 class StreamHold:
     """Stops the current stream of a device until it is released. Used by one thread.
 
-    The stream waits for a word of pinned memory, which occupies no multiprocessor. Meanwhile the thread must call
-    nothing that waits for the stream. If it does, because the driver waits for the whole device unexpectedly, a guard
-    thread lets the stream continue.
+    The stream waits for a word of pinned memory, which occupies no multiprocessor. Meanwhile the thread must not call
+    anything that waits for the stream. In case the driver unexpectedly waits for the whole device, a guard thread
+    releases the stream.
 
     Source: CUDA Driver API, "Stream Memory Operations".
 
@@ -59,22 +59,22 @@ class StreamHold:
             self._since = time.monotonic()
 
     def release(self, fill: Callable[[], object]) -> bool:
-        """Call `fill` to write the inputs, and let the stream continue. Return False if the guard has let it continue
-        before; its results are then invalid."""
+        """Call `fill` to write the inputs, and let the stream continue. Return False if the guard has already released
+        the stream, which makes the results invalid."""
         with self._lock:
             if self._since is None:
                 return False
             fill()
-            self._go_on()
+            self._release()
             return True
 
-    def _go_on(self) -> None:
+    def _release(self) -> None:
         self._view[0] = self._value
         self._since = None
 
     def _watch(self) -> None:
         while True:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_GUARD_INTERVAL_S)
             with self._lock:
                 if self._since is not None and time.monotonic() - self._since > MOST_HELD_S:
-                    self._go_on()
+                    self._release()

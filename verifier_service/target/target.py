@@ -24,7 +24,7 @@ from verifier_service.target.tensor_parallel import ALONE, Rank, split_target
 
 logger = logging.getLogger(__name__)
 
-# Their frequencies depend on the longest sequence of the batch, so that a sequence's output would depend on others.
+# Frequencies depend on the longest sequence of the batch, so that a sequence's output would depend on other sequences.
 _REFUSED_ROPE_TYPES = {"dynamic", "longrope"}
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _GENERATION_CONFIG = "generation_config.json"
@@ -36,7 +36,7 @@ class TargetOutput(NamedTuple):
     logits: Tensor
     """[R, vocab_size] of the requested rows, in the model's dtype."""
     states: tuple[Tensor, ...]
-    """num_layers + 1 of [T, hidden_size]: the state entering each layer, and the last one after the final norm."""
+    """num_layers + 1 tensors [T, hidden_size]: each layer's input states, and the states after the final norm."""
 
 
 class Target:
@@ -44,17 +44,15 @@ class Target:
 
     Attributes:
         vocab_size, hidden_size, num_layers, max_model_len: Sizes of the model; max_model_len in positions.
-        layer_shapes: (kv_heads, key head size, value head size) of each layer; of a split target, this rank's own
-            heads.
+        layer_shapes: (kv_heads, key head size, value head size) of each layer; of this rank if the target is split.
         eos_token_ids: Tokens that end an output.
     """
 
     def __init__(self, model: Any, name: str, eos_token_ids: frozenset[int], max_model_len: int | None = None) -> None:
-        """Take a model in evaluation mode with our attention hook, and merge its projections; see `load_target`.
+        """Take a model in evaluation mode with the attention hook, and merge its projections; see `load_target`.
 
         Raises:
-            CheckpointError: If the model keeps state other than attention keys and values, or max_model_len is too
-                large.
+            CheckpointError: If the model has state other than attention keys and values, or max_model_len is too large.
         """
         config = model.config
         self.name = name
@@ -74,7 +72,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._model = model
-        self._states: list[Tensor] = []  # empty between forward passes, so that a compiled graph need not check it
+        self._states: list[Tensor] = []  # empty between forward passes, so that compiled code needs no check
         layers = _find_layers(model, self.num_layers)
         self._register_captures(layers)
         self._run: Callable[[Tensor, Tensor, Tensor], TargetOutput] = self._run_model
@@ -90,7 +88,7 @@ class Target:
             self._states.append(args[0][0])
 
         def after_norm(_module: torch.nn.Module, _args: Any, output: Tensor) -> None:
-            if len(self._states) == self.num_layers:  # some models call the final norm before their layers too
+            if len(self._states) == self.num_layers:  # some models also call the final norm before their layers
                 self._states.append(output[0])
 
         for layer in layers:
@@ -98,12 +96,12 @@ class Target:
         self._model.base_model.norm.register_forward_hook(after_norm)
 
     def _measure_layers(self) -> list[tuple[int, int, int]]:
-        """Return the shape of every layer's keys and values, from its calls of our attention hook."""
+        """Return the shape of every layer's keys and values, from the calls of the attention hook."""
         with attention_hook.measuring() as calls, self._refusing():
             states = self._run_rows(2, 1).states
         if [state.shape for state in states] != [(2, self.hidden_size)] * (self.num_layers + 1):
             raise CheckpointError(
-                f"{self.name}: its layers do not take one state of {self.hidden_size} elements a row; not served"
+                f"{self.name}: its layers do not take one state of {self.hidden_size} elements per row; not served"
             )
         layers = [call.layer for call in calls]
         if sorted(layers) != list(range(self.num_layers)):
@@ -124,7 +122,7 @@ class Target:
         return [call.shape for call in calls]
 
     def _probe(self) -> None:
-        """Run two rows of no sequence through the serving attention."""
+        """Run two rows of padding through the paged attention."""
         cache = KVCache(self.layer_shapes, 1, self.dtype, self.device)
         batch = RaggedBatch([SequenceRows([0] * blocks_for(2), 0, 2)], self.device)
         with attention_hook.attending(cache, batch), self._refusing():
@@ -132,7 +130,7 @@ class Target:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turn errors of a forward pass within this context into a CheckpointError."""
+        """Convert errors of a forward pass within this context to CheckpointError."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -142,28 +140,28 @@ class Target:
 
     @torch.inference_mode()
     def _run_rows(self, num_rows: int, num_logit_rows: int) -> TargetOutput:
-        """Run rows of no sequence, within `attending` or `measuring`."""
-        # Separate tensors: code compiled for a view, or for one tensor twice, serves no other tensors.
+        """Run rows of padding, within `attending` or `measuring`."""
+        # Separate tensors, because code compiled for views, or for one tensor twice, is compiled again for others.
         token_ids, positions, rows = (
             torch.zeros(count, dtype=torch.int64, device=self.device) for count in (num_rows, num_rows, num_logit_rows)
         )
         return self._run(token_ids, positions, rows)
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile the forward pass, for every number of rows at once.
+        """Compile the forward pass once for all numbers of rows.
 
-        The compiler treats sizes 0 and 1 as constants. So `forward` must get at least two rows, and at least two rows
-        with logits, as tensors made in inference mode.
+        The compiler treats sizes 0 and 1 as constants. So `forward` needs at least two rows, at least two of them with
+        logits, in tensors that were created in inference mode.
 
         Raises:
             CheckpointError: If the model cannot be compiled as a whole, or would not run as a CUDA graph.
         """
         if self.device.type == "cuda" and self.dtype != torch.bfloat16 and has_experts(self._model):
-            # With other dtypes transformers reads the rows of each expert from the device, which no graph can.
-            raise CheckpointError(f"{self.name}: models with experts are served on a GPU in bfloat16 alone")
+            # With other dtypes transformers reads the rows of each expert from the device, unsupported in graphs.
+            raise CheckpointError(f"{self.name}: models with experts are served on a GPU only in bfloat16")
         self._run = torch.compile(self._run_model, fullgraph=True, dynamic=True, backend=backend)
         with attention_hook.measuring(), self._refusing():
-            # Different numbers, because equal ones would be compiled as one size; small, like most steps.
+            # Different numbers, because equal numbers would be compiled as one size; small, like most steps.
             self._run_rows(16, 8)
 
     @torch.inference_mode()
@@ -173,8 +171,8 @@ class Target:
         """Run a step's rows and fill the cache.
 
         Args:
-            token_ids, positions: [T] int64, sequence after sequence.
-            cache, batch: Where the rows' keys and values go and what they attend to.
+            token_ids, positions: [T] int64, grouped by sequence.
+            cache, batch: The cache, and the slots that the rows write and attend to.
             rows: [R] int64, the rows with logits.
         """
         with attention_hook.attending(cache, batch):
@@ -205,7 +203,7 @@ def has_experts(model: Any) -> bool:
 
 def _windows(config: Any, num_layers: int) -> list[int | None]:
     """Return the window of each layer according to the config."""
-    # Configs keep unknown fields.
+    # Configs accept unknown fields.
     window = config.sliding_window if hasattr(type(config), "sliding_window") else None
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -236,11 +234,11 @@ def load_target(
 
     Args:
         directory: With config.json and, unless `dummy`, weights.
-        name: As the operator gave it; for messages and information.
+        name: The operator's name of the target, for messages and information.
         max_model_len: Most positions of a sequence; None for the model's limit.
-        dummy: Random weights by config.json, to measure a size without its weights; created whole before they are
-            split.
-        rank: This process among those that share the target; their process group exists.
+        dummy: Use random weights for the shapes of config.json, to measure speed. The whole model is created before it
+            is split.
+        rank: This process among the ranks of the target; their process group exists.
 
     Raises:
         CheckpointError: If the checkpoint is missing, damaged or of a kind that is not served.
@@ -261,7 +259,7 @@ def load_target(
                 output_loading_info=True,
             )
             model, report = loaded
-        except Exception as error:  # safetensors, torch and transformers raise many kinds for a damaged file
+        except Exception as error:  # safetensors, torch and transformers raise many types for a damaged file
             raise CheckpointError(f"{directory}: cannot be loaded: {reason_of(error)}") from error
         missing = sorted(set(report["missing_keys"]) | {str(key) for key in report["mismatched_keys"]})
         if missing:
@@ -273,7 +271,7 @@ def load_target(
 
 
 def check_split(directory: Path, name: str, rank: Rank) -> None:
-    """Check by config.json that the target can be split over this number of ranks, before ranks are started.
+    """Check by config.json, before ranks are started, that the target can be split over this number of ranks.
 
     Raises:
         CheckpointError, InvalidArgumentError: As `load_target`.
@@ -287,14 +285,14 @@ def _read_served_config(directory: Path, name: str) -> Any:
     refuse_quantised_config(read_config(directory), name)
     try:
         config = AutoConfig.from_pretrained(directory)
-    except Exception as error:  # transformers and its validation of fields raise many kinds
+    except Exception as error:  # transformers and its validation of fields raise many types
         raise CheckpointError(f"{directory}: transformers cannot read its config.json: {reason_of(error)}") from error
     _refuse(config, name)
     return config
 
 
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the model with small random weights, created on the device, equal in every process."""
+    """Return the model with small random weights, created on the device and equal in all processes."""
     torch.manual_seed(0)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -303,8 +301,8 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_hook.NAME)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # torch and transformers raise many kinds for sizes and ids that cannot be
-        raise CheckpointError(f"transformers cannot make a model of its config.json: {reason_of(error)}") from error
+    except Exception as error:  # torch and transformers raise many types for invalid sizes and ids
+        raise CheckpointError(f"transformers cannot create a model from config.json: {reason_of(error)}") from error
     finally:
         torch.set_default_dtype(previous)
     return model
@@ -323,7 +321,7 @@ def _refuse(config: Any, name: str) -> None:
     refused = kinds & _REFUSED_ROPE_TYPES
     if refused:
         raise CheckpointError(
-            f"{name}: rotary type {refused.pop()!r} is not served: it makes a sequence depend on the rest of its batch"
+            f"{name}: rotary type {refused.pop()!r} is not served: it makes sequences of a batch depend on each other"
         )
     others = set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
     if others:
@@ -342,9 +340,9 @@ def _read_generation_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _eos_token_ids(directory: Path, config: Any, generation: dict[str, Any] | None, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids of transformers' `generate`: of generation_config.json, else of config.json.
+    """Return the end-of-sequence ids, as transformers' `generate`: of generation_config.json, else of config.json.
 
-    Ids outside of the vocabulary are left out and logged.
+    Ids outside of the vocabulary are dropped and logged.
     """
     if generation is None:
         name, given = "config.json", getattr(config, "eos_token_id", None)
@@ -357,9 +355,7 @@ def _eos_token_ids(directory: Path, config: Any, generation: dict[str, Any] | No
     served = frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
     if len(served) < len(set(ids)):
         logger.warning(
-            "%s: eos_token_id = %s: ids outside of the target's vocabulary of %d tokens end nothing",
-            directory / name,
-            given,
-            vocab_size,
+            "%s: eos_token_id = %s: ids outside of the target's vocabulary of %d tokens have no effect",
+            *(directory / name, given, vocab_size),
         )
     return served

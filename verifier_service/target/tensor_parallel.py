@@ -1,8 +1,7 @@
-"""A target split over the ranks of one host: which layers, how, and the products that need all ranks.
+"""Split a target over the ranks of one host, and run the products that need all ranks.
 
-transformers' tensor-parallel plan of the model says how layers are split. This module splits them itself: transformers'
-splitting differs between versions (hooks, later DTensor), and would prevent merging the projections of a split layer
-into one product.
+Layers are split by transformers' tensor-parallel plan of the model, but not by transformers' code, which differs
+between versions (hooks, later DTensor) and would prevent merging the projections of a split layer into one product.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from draftwire.contract.errors import CheckpointError, InvalidArgumentError, Ser
 
 # Styles of transformers' plans.
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", "colwise_gather_output"
-# Whole on every rank: norms of a head, and the embedding, whose rows are looked up.
+# Styles of layers that are whole on every rank: norms of a head, and the input embedding.
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 _SPLIT_SIZES = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
 
@@ -46,15 +45,15 @@ class _Split(NamedTuple):
 
 
 def split_target(model: Any, name: str, rank: Rank, device: torch.device) -> None:
-    """Replace every layer that the model's plan splits by this rank's part of it, on `device`.
+    """Replace every layer that the model's plan splits by this rank's part, on `device`.
 
     Query, key and value are split by heads, so that a rank has whole heads. The states between layers and the logits
     are whole on every rank.
 
     Args:
-        model: The model with all its weights, on any device; on the meta device this only checks that the model can be
+        model: The model with all weights, on any device. On the meta device this call only checks that the model can be
             split.
-        name: As the operator gave it; for messages.
+        name: The operator's name of the target, for messages.
 
     Raises:
         CheckpointError: If transformers has no tensor-parallel plan for the model, or a plan with unsupported styles.
@@ -95,7 +94,7 @@ def _find_splits(model: Any, name: str) -> Iterator[_Split]:
 
 
 def _check_sizes(config: Any, name: str, splits: list[_Split], size: int) -> None:
-    """Check that heads divide evenly: a rank must not have half a head."""
+    """Check that heads divide evenly over the ranks."""
     try:
         sizes = [(field, value) for field in _SPLIT_SIZES if isinstance(value := getattr(config, field, None), int)]
     except RuntimeError as error:  # transformers' own
@@ -117,7 +116,7 @@ def _check_sizes(config: Any, name: str, splits: list[_Split], size: int) -> Non
 
 
 def _own_part(length: int, rank: Rank) -> slice:
-    """Return the rank's share of `length` rows; the last ranks' may be short."""
+    """Return the rank's share of `length` rows; those of the last ranks may be shorter."""
     share = -(-length // rank.size)
     return slice(share * rank.index, min(share * (rank.index + 1), length))
 
@@ -170,7 +169,7 @@ class _GatheredProduct(nn.Module):
         return gathered if self.bias is None else gathered + self.bias
 
 
-# One operator for product and exchange: the compiler need not know of other ranks, and sums are in place.
+# One operator for product and exchange, so that the compiler sees no other ranks, and sums are in place.
 
 
 def _summed_product(states: Tensor, weight: Tensor) -> Tensor:
