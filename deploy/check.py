@@ -1,12 +1,12 @@
-"""Brings the stack up, scales and kills drafters under load, and checks that no client noticed.
+"""Starts the stack, scales and kills drafters under load, and checks that clients are not affected.
 
-    python -m deploy.check                 builds the images first; --no-build takes those that are there
-    python -m deploy.check --tls           with deploy/tls.yml, and certificates and tokens made for it
+    python -m deploy.check                 builds the images first; --no-build uses existing images
+    python -m deploy.check --tls           with deploy/tls.yml and new certificates and tokens
 
-Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Then two
-verifiers share two drafters, one verifier is taken away while it works, and the drafters change to another head, one
-after the other; with TLS, authorities and certificates are replaced at last. Every request must succeed, and every
-output must be what it was before, without drafts. Exits with status 1 otherwise.
+The number of drafters goes 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in
+between. Then two verifiers share two drafters, one verifier is removed while requests run, and the drafters change to
+another head one by one; with TLS, authorities and certificates are replaced last. Every request must succeed, and every
+output must equal the output without drafts. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ OUTPUT_TOKENS = 200
 NUM_CLIENTS = 4
 TIMEOUT_S = 300.0
 
-# What each container must print: its user, no capability, and that a folder which is open to all refuses writes.
+# Prints a container's user and capabilities, and whether a world-writable folder refuses writes.
 INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/file 2>/dev/null || echo read-only"
 INSPECTED = ["10001", "0000000000000000", "read-only"]
 
 
 def _make_models(directory: Path) -> None:
-    """Write the demo pair, and its head with other weights, readable by the containers' user."""
+    """Write the demo pair and a second head with changed weights, readable by the containers' user."""
     for name, source in (("target", "target"), ("head", "head"), (NEW_HEAD, "head")):
         shutil.copytree(DEMO / source, directory / name)
     file = directory / NEW_HEAD / "model.safetensors"
@@ -65,7 +65,7 @@ def _make_models(directory: Path) -> None:
 
 
 class Load:
-    """Clients that generate greedily, one request after another."""
+    """Clients that generate greedily, each one request at a time."""
 
     def __init__(self, security: ClientSecurity, expected: list[list[int]]) -> None:
         self._security = security
@@ -76,7 +76,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self, servers: Sequence[str]) -> AsyncIterator[None]:
-        """Run the clients, spread over the servers; leave when their last requests have ended."""
+        """Run the clients, spread over the servers; on exit wait for their last requests."""
         self._is_stopped = False
         async with AsyncExitStack() as opened:
             clients = [await opened.enter_async_context(AsyncClient(server, self._security)) for server in servers]
@@ -88,7 +88,7 @@ class Load:
                 await work
 
     def stop(self) -> None:
-        """Start no further request; the running ones go on."""
+        """Start no further requests; running requests continue."""
         self._is_stopped = True
 
     async def wait_for(self, requests: int) -> None:
@@ -116,7 +116,7 @@ class Load:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[list[str]]:
-        """Print the counts of a stage, with the remarks appended to the yielded list."""
+        """Print the counts of a stage, after the remarks that the caller appends to the yielded list."""
         requests, drafted = self.requests, self.drafted
         remarks: list[str] = []
         yield remarks
@@ -126,7 +126,7 @@ class Load:
 
 @click.command()
 @click.option("--build/--no-build", default=True, show_default=True, help="Build the images first.")
-@click.option("--build-args", default="", help="Arguments of `docker build`, as its secrets.")
+@click.option("--build-args", default="", help="Arguments of `docker build`, such as secrets.")
 @click.option("--tls", is_flag=True, help="With mutual TLS and tokens.")
 @click.option("--requests", default=8, show_default=True, type=click.IntRange(1), help="Requests in each stage.")
 def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
@@ -176,19 +176,19 @@ async def _scale_drafters(stack: Stack, load: Load, requests: int) -> None:
 
 
 async def _scale_verifiers(stack: Stack, load: Load, requests: int) -> None:
-    """Two verifiers share two drafters; then one is taken away while requests run at both."""
+    """Let two verifiers share two drafters; then remove one verifier while requests run on both."""
     stack.scale(2, verifiers=2)
     _wait_for_drafters(stack, 2, verifiers=2)
     async with load.running(stack.servers()):
         with load.stage("2 verifiers, 2 drafters"):
             await load.wait_for(requests)
-        with load.stage("1 verifier, the other ends what it has"):
+        with load.stage("1 verifier, the other drains"):
             load.stop()
             await asyncio.to_thread(stack.scale, 2, 1)
 
 
 async def _upgrade_head(stack: Stack, load: Load, requests: int) -> None:
-    """Both drafters change to another head, in the order of docs/operations.md: the new ones start beside the old."""
+    """Change both drafters to another head, in the order of docs/operations.md: new ones start before old ones stop."""
     old = stack.containers("drafter")
     (old_head,) = _heads(stack)
     stack.serve_head(NEW_HEAD)
@@ -208,7 +208,7 @@ async def _upgrade_head(stack: Stack, load: Load, requests: int) -> None:
 
 
 def _heads(stack: Stack) -> set[str]:
-    """Return the fingerprints of the heads of the drafters that are ready at the first verifier."""
+    """Return the head fingerprints of the first verifier's ready drafters."""
     with Client(stack.servers()[0], stack.security) as client:
         drafters = client.info().drafters
     return {drafter.head_fingerprint for drafter in drafters if drafter.state == pb.DRAFTER_STATE_READY}
@@ -223,7 +223,7 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
         with load.stage("new certificates"):
             given.issue(new)
             await load.wait_for(requests)
-        with load.stage("the old authorities gone, both drafters replaced") as remarks:
+        with load.stage("old authorities removed, both drafters replaced") as remarks:
             given.trust(new)
             for drafters in (0, 2):
                 await asyncio.to_thread(stack.scale, drafters)
@@ -231,11 +231,11 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
             remarks.append(f"2 ready after {settled_s:.1f} s")
             await load.wait_for(requests)
     async with load.running(stack.servers()):
-        with load.stage("clients that connect now"):
+        with load.stage("new connections"):
             await load.wait_for(requests)
     new.issue(given)
     with Client(stack.servers()[0], new.client) as client:
-        _expect_refusal(client, "UNAVAILABLE", "a client with a certificate of before")
+        _expect_refusal(client, "UNAVAILABLE", "a client with an old certificate")
 
 
 @contextmanager
@@ -253,9 +253,9 @@ def _running(stack: Stack) -> Iterator[None]:
 
 
 def _build(arguments: Sequence[str]) -> None:
-    """Build both images; by docker itself, since docker-compose 1.29 passes no secrets on."""
+    """Build both images with docker itself, because docker-compose 1.29 does not forward secrets."""
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
-    # Without a value docker takes that of the environment, and the Dockerfile's where there is none.
+    # A build argument without a value is read from the environment; its default is the Dockerfile's.
     variables = [part for name in ("BASE_IMAGE", "PIP_ARGS", "APT_PACKAGES") for part in ("--build-arg", name)]
     for service in SERVICES:
         names = ["--target", service, "--tag", f"draftwire-{service}"]
@@ -264,8 +264,7 @@ def _build(arguments: Sequence[str]) -> None:
 
 
 def _inspect(stack: Stack) -> None:
-    """Check that every container is healthy, runs as the image's user without capabilities, and cannot write to its
-    root."""
+    """Check that all containers are healthy and run as the image's user, without capabilities, on a read-only root."""
     for service in SERVICES:
         for container in stack.containers(service):
             found = run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
@@ -280,7 +279,7 @@ def _check_sharing(stack: Stack) -> None:
     with Client(stack.servers()[0], stack.security) as client:
         carriers = {drafter.features_carrier for drafter in client.info().drafters}
     if carriers != {draft_pb2.CARRIER_SHM}:
-        raise click.ClickException(f"the features' carriers are {carriers}, not shared memory alone")
+        raise click.ClickException(f"the features' carriers are {carriers}, not only shared memory")
     click.echo("features travel in shared memory")
 
 
@@ -301,12 +300,12 @@ def _expect_refusal(client: Client, status: str, who: str) -> None:
         if error.status != status:
             raise
     else:
-        raise click.ClickException(f"{who} was let in")
+        raise click.ClickException(f"{who} was accepted")
     click.echo(f"{who}: refused")
 
 
 def _expected(stack: Stack) -> list[list[int]]:
-    """Greedy outputs without drafts."""
+    """Return the greedy outputs without drafts."""
     with Client(stack.servers()[0], stack.security) as client:
         done = [
             client.complete(
@@ -318,7 +317,7 @@ def _expected(stack: Stack) -> list[list[int]]:
 
 
 def _ready_drafters(stack: Stack) -> list[int] | str:
-    """Return how many drafters are ready at each verifier, or why one does not answer."""
+    """Return the number of ready drafters of each verifier, or why a verifier does not answer."""
     counts = []
     for server in stack.servers():
         try:
@@ -331,12 +330,12 @@ def _ready_drafters(stack: Stack) -> list[int] | str:
 
 
 def _wait_for_drafters(stack: Stack, count: int, verifiers: int = 1) -> float:
-    """Wait until each verifier has this many ready drafters, and return the seconds."""
-    return _wait_until(partial(_ready_drafters, stack), [count] * verifiers, "ready drafters at each verifier")
+    """Wait until each verifier has `count` ready drafters; return the seconds."""
+    return _wait_until(partial(_ready_drafters, stack), [count] * verifiers, "ready drafters of each verifier")
 
 
 def _wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
-    """Poll `look` until it returns the wanted value, and return the seconds."""
+    """Call `look` until it returns the wanted value; return the seconds."""
     began = time.monotonic()
     while (found := look()) != wanted:
         if time.monotonic() - began > TIMEOUT_S:

@@ -1,8 +1,8 @@
-"""Checks the monitoring against the real thing: python deploy/monitoring_check.py [--picture docs/dashboard.png].
+"""Checks the monitoring with running services: python deploy/monitoring_check.py [--picture docs/dashboard.png].
 
 Validates the configuration and the alerts, starts both services with the demo pair and a Prometheus (`prometheus` and
-`promtool` must be on the PATH), makes load, ends the drafter for a while, and asks every query of the dashboard. Fails
-when one of them returns no data. With --picture it draws the dashboard's panels from that data.
+`promtool` must be on the PATH), generates load, stops the drafter for a while, and runs every query of the dashboard.
+Fails if a query returns no data. --picture draws the dashboard's panels from the data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from draftwire_bench.processes import start_drafter, start_verifier
 
 DEPLOY = Path(__file__).resolve().parent
 DEMO = DEPLOY.parent / "models" / "demo"
-RATE_INTERVAL = "30s"  # what Grafana would put for $__rate_interval
+RATE_INTERVAL = "30s"  # replaces Grafana's $__rate_interval
 STEP_S = 2
 CLIENTS = 4
 READY_TIMEOUT_S = 60.0
@@ -50,7 +50,7 @@ Panels = list[tuple[dict[str, Any], list[list[Series]]]]
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -65,7 +65,7 @@ def promtool(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def prometheus(targets: Mapping[str, int], folder: Path) -> Iterator[str]:
-    """Run a Prometheus with the alerts of deploy/ that scrapes loopback ports, by job; yields its URL."""
+    """Run a Prometheus with the alerts of deploy/ that scrapes the loopback port of each job, and yield its URL."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "5s"},
         "rule_files": [str(DEPLOY / "prometheus" / "alerts.yml")],
@@ -102,14 +102,14 @@ def _is_ready(url: str) -> bool:
 
 
 def ask(url: str, path: str, **parameters: str | float) -> Any:
-    """Return the data of an answer of Prometheus' HTTP API."""
+    """Call Prometheus' HTTP API and return the response's data."""
     query = urllib.parse.urlencode(parameters)
     with urllib.request.urlopen(f"{url}/api/v1/{path}?{query}", timeout=30) as response:
         return json.load(response)["data"]
 
 
 def load(address: str, stop: threading.Event) -> list[threading.Thread]:
-    """Run clients that generate until `stop`: greedy, sampled and, sometimes, without drafts."""
+    """Run clients that generate until `stop`, greedily and sampled, and sometimes without drafts."""
 
     def run(number: int) -> None:
         with Client(address) as client:
@@ -131,7 +131,7 @@ def load(address: str, stop: threading.Event) -> list[threading.Thread]:
 
 
 def read_panels(url: str, began: float) -> Panels:
-    """Return each panel of the dashboard with the series of each of its queries, from `began` (Unix time) to now."""
+    """Return each panel of the dashboard with its queries' series, from `began` (Unix time) to now."""
     board = json.loads((DEPLOY / "grafana" / "dashboards" / "draftwire.json").read_text())
     panels = []
     for panel in board["panels"]:
@@ -167,7 +167,7 @@ def report(panels: Panels) -> int:
 
 
 def draw(panels: Panels, path: Path) -> None:
-    """Draw the panels, two a row as in the dashboard."""
+    """Draw the panels, two per row as in the dashboard."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -178,7 +178,7 @@ def draw(panels: Panels, path: Path) -> None:
     figure, axes = plt.subplots(rows, 2, figsize=(13, 2.5 * rows), squeeze=False, layout="constrained")
     figure.suptitle(
         "The panels and queries of deploy/grafana/dashboards/draftwire.json over data of a real Prometheus,\n"
-        "drawn by deploy/monitoring_check.py (not a picture of Grafana): demo pair on CPU, drafter ended for a while",
+        "drawn by deploy/monitoring_check.py (not a picture of Grafana): demo pair on CPU, drafter stopped for a while",
         fontsize=10,
     )
     for axis in axes.flat[len(panels) :]:
@@ -202,9 +202,9 @@ def draw(panels: Panels, path: Path) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=90, help="of load before the drafter ends and after")
+    parser.add_argument("--seconds", type=float, default=90, help="seconds of load before and after the drafter stops")
     parser.add_argument("--picture", type=Path, help="PNG to draw; needs matplotlib")
     options = parser.parse_args()
     promtool("check", "config", "prometheus.yml")

@@ -1,6 +1,6 @@
-"""Prints what an image installs of pyproject.toml, one requirement a line.
+"""Prints the requirements in pyproject.toml that an image installs, one per line.
 
-The services' images: the dependencies, and those of traces. With the argument `gateway`: smg alone.
+The services' images install the dependencies and the extra `tracing`; with the argument `gateway`, only smg is printed.
 """
 
 import sys

@@ -18,7 +18,7 @@ from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 HERE = Path(__file__).parent
 PROJECT = "draftwire-check"
 PORTS = "127.0.0.1:50951-50952"
-# By authority: the names in each certificate.
+# The names in each certificate, by authority.
 CERTIFICATES = {
     "ca": {"verifier": ["127.0.0.1"], "client": ["client"]},
     "drafter-ca": {"drafter": ["drafter", "127.0.0.1"], "drafter-client": ["drafter-client"]},
@@ -26,7 +26,7 @@ CERTIFICATES = {
 
 
 class Secrets:
-    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
+    """The files that deploy/tls.yml mounts, readable by the containers' user, and a client's certificate."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,13 +46,13 @@ class Secrets:
         return ClientSecurity(ca=ca, certificate=certificate, key=key, token_file=tokens)
 
     def trust(self, *all_trusted: Secrets) -> None:
-        """Write the trusted authorities to the files that compose has mounted, as `issue` does."""
+        """Write the trusted authorities into the files that compose mounts."""
         for name in CERTIFICATES:
             pems = [trusted._authorities[name].cert_pem.bytes() for trusted in all_trusted]
             (self.directory / f"{name}.pem").write_bytes(b"".join(pems))
 
     def issue(self, issuer: Secrets) -> None:
-        """Write certificates of the issuer's authorities."""
+        """Write certificates of the issuer's authorities into the files that compose mounts."""
         for authority, certificates in CERTIFICATES.items():
             for name, hosts in certificates.items():
                 issued = issuer._authorities[authority].issue_cert(*hosts)
@@ -64,10 +64,10 @@ class Stack:
     """The compose project."""
 
     def __init__(self, models: Path, given: Secrets | None) -> None:
-        """Serves the models; with secrets the services run with TLS and tokens."""
+        """With secrets, the services run with TLS and tokens."""
         self._command = compose_command()
         self._files = [HERE / "docker-compose.yml"]
-        # A busy machine has all the time that it needs to end its requests.
+        # A drain may take long on a busy machine.
         drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
         served = {"MODELS": str(models), "TARGET": "target", "HEAD": "head"}
         self._environment = {**os.environ, **drain, **served, "VERIFIER_PORTS": PORTS}
@@ -78,12 +78,12 @@ class Stack:
             self.security = given.client
 
     def compose(self, *arguments: str) -> str:
-        """Run compose and return its output; a failure's error has the output too."""
+        """Run compose and return its output; a failure's error contains the output."""
         files = [part for file in self._files for part in ("-f", str(file))]
         return run([*self._command, *files, "-p", PROJECT, *arguments], self._environment)
 
     def scale(self, drafters: int, verifiers: int = 1) -> None:
-        """Set the numbers of containers."""
+        """Set the numbers of drafters and verifiers."""
         counts = ["--scale", f"drafter={drafters}", "--scale", f"verifier={verifiers}"]
         self.compose("up", "-d", "--no-build", "--no-recreate", *counts)
 
@@ -112,13 +112,13 @@ class Stack:
         self._environment["HEAD"] = head
 
     def end(self, container: str) -> None:
-        """Let a container drain, and remove it."""
+        """Stop a container, which drains, and remove it."""
         run(["docker", "stop", "--time", "30", container])
         run(["docker", "rm", container])
 
 
 def run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """Output of a command; what it says is in the error when it fails."""
+    """Return the output of a command; a failure's error contains the output."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise click.ClickException(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
@@ -126,10 +126,10 @@ def run(command: Sequence[str], environment: dict[str, str] | None = None) -> st
 
 
 def compose_command() -> list[str]:
-    """Return the plugin of version 2 where there is one, else docker-compose."""
+    """Return the command of Docker's compose plugin, or docker-compose without the plugin."""
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     if plugin.returncode == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    raise click.ClickException("neither `docker compose` nor `docker-compose` is there")
+    raise click.ClickException("neither `docker compose` nor `docker-compose` is installed")

@@ -1,4 +1,4 @@
-"""`python -m draftwire_cli`: the same as the command `draftwire`."""
+"""`python -m draftwire_cli` runs the command `draftwire`."""
 
 import faulthandler
 
@@ -6,6 +6,6 @@ from draftwire.server.parent_watch import watch_parent
 from draftwire_cli.main import main
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a crash in a library names the Python code that led to it
+    faulthandler.enable()  # a crash in a library prints the Python stack
     watch_parent()
     main(prog_name="draftwire")

@@ -1,4 +1,4 @@
-"""The command `draftwire bench` and its parts."""
+"""The command `draftwire bench` and its subcommands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from draftwire.server.lazy_commands import LazyGroup, Source
 BENCHMARKS = {
     "serve": Source("draftwire_bench.commands.serve", "serve", "Throughput and latency, with drafting off and on."),
     "acceptance": Source(
-        "draftwire_bench.commands.acceptance", "acceptance", "Acceptance with every method, beside its closed forms."
+        "draftwire_bench.commands.acceptance", "acceptance", "Acceptance of every method, compared to closed forms."
     ),
     "transport": Source(
-        "draftwire_bench.commands.transport", "transport", "Every carrier of tensors between two processes of a host."
+        "draftwire_bench.commands.transport", "transport", "All tensor carriers between two processes of a host."
     ),
     "kernels": Source(
-        "draftwire_bench.commands.kernels", "kernels", "The sampling kernels, beside what their bytes need."
+        "draftwire_bench.commands.kernels", "kernels", "The sampling kernels, compared to the memory bandwidth."
     ),
 }
 

@@ -16,7 +16,7 @@ from draftwire_cli.demo_run import PAIRS, run_demo
     type=click.Choice(sorted(PAIRS)),
     default="smollm2",
     show_default=True,
-    help="SmolLM2-135M-Instruct, which is downloaded once, or the small pair of the source tree, which writes Python.",
+    help="SmolLM2-135M-Instruct, downloaded once, or the tiny pair in the source tree, which writes Python.",
 )
 @click.option("--head", type=click.Path(path_type=Path), help="Directory of another head.")
 @click.option("--target", type=click.Path(path_type=Path), help="Directory of another target.")
@@ -25,8 +25,8 @@ from draftwire_cli.demo_run import PAIRS, run_demo
 def demo(pair: str, head: Path | None, target: Path | None, max_tokens: int, num_prompts: int) -> None:
     """Run a target with drafting on and off.
 
-    Starts a drafter and a verifier on free local ports, on the CPU, and stops them at the end. Green text is drafted
-    and accepted, the rest is the verifier's own. Exit code 1 when drafting changed a greedy output.
+    Starts a drafter and a verifier on free local ports, on the CPU, and stops them at the end. Green text was drafted
+    and accepted; the rest was sampled by the verifier. The exit code is 1 if drafting changed a greedy output.
     """
     console = Console(highlight=False)
     chosen = PAIRS[pair]

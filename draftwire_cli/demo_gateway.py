@@ -1,4 +1,4 @@
-"""The command `draftwire demo-gateway`: both services behind smg, driven by the official openai client."""
+"""The command `draftwire demo-gateway`: both services behind the gateway smg, called with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ SCHEMA = {
 @click.option(
     "--target", type=click.Path(path_type=Path), default=MODELS / "demo" / "target", help="Directory of the target."
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of an answer.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens per answer.")
 def demo_gateway(head: Path, target: Path, max_tokens: int) -> None:
-    """Run the demo pair behind the gateway smg, and ask it through OpenAI's HTTP API.
+    """Run the demo pair behind the gateway smg, and call it through OpenAI's HTTP API.
 
-    Starts a drafter, a verifier and smg on free local ports, on the CPU, and stops them at the end. The official client
-    of OpenAI streams a chat, calls a tool and asks for JSON by a schema; `usage` says how many drafts were accepted.
+    Starts a drafter, a verifier and smg on free local ports, on the CPU, and stops them at the end. OpenAI's official
+    client streams a chat, calls a tool and requests JSON with a schema; `usage` has the number of accepted drafts.
     """
     console = Console(highlight=False)
     if importlib.util.find_spec("openai") is None:
@@ -71,7 +71,7 @@ def demo_gateway(head: Path, target: Path, max_tokens: int) -> None:
 
 
 def run(gateway: GatewayProcess, console: Console, max_tokens: int) -> None:
-    """Ask the gateway three times and print the answers."""
+    """Send three requests to the gateway and print the answers."""
     from openai import OpenAI
 
     with OpenAI(base_url=gateway.api_url, api_key="none") as client:
@@ -84,7 +84,7 @@ def run(gateway: GatewayProcess, console: Console, max_tokens: int) -> None:
                 console.print(choice.delta.content or "", end="", markup=False)
             usage = chunk.usage or usage
         _print_usage(console, usage)
-        # A model as small as this one would fill JSON with blanks, which are allowed between its parts.
+        # Without a penalty, such a small model fills the JSON with white space.
         shared["frequency_penalty"] = 1
         _heading(console, "a tool", ASK_WEATHER)
         answer = chat.create(messages=ASK_WEATHER, tools=[WEATHER], tool_choice="required", **shared)

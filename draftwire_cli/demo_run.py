@@ -1,4 +1,4 @@
-"""The demo: both services as processes, a few prompts with drafting on and off, and a comparison."""
+"""The demo: starts both services, runs a few prompts with drafting on and off, and compares the outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAMPLED: Options = {"temperature": 0.8, "seed": 1}
 
 @dataclass(frozen=True, slots=True)
 class DemoPair:
-    """A target, a head for it, and prompts of the kind that the target was trained for."""
+    """A target, a head for the target, and prompts that fit the target's training data."""
 
     target: Path
     head: Path
@@ -78,7 +78,7 @@ class Comparison:
 @contextmanager
 def serving_demo(head: Path, target: Path, console: Console) -> Iterator[Client]:
     """Run both services, and yield a client once the drafter is accepted."""
-    # Two processes share the machine: with more threads than cores they slow each other down.
+    # Two processes share the machine; more threads than cores slow both down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
     with console.status("starting the drafter") as status, start_drafter(head, target, *CPU) as drafter:
         status.update("starting the verifier")
@@ -114,22 +114,22 @@ def run_demo(
     console: Console,
     serving: Callable[[Path, Path, Console], AbstractContextManager[Client]] = serving_demo,
 ) -> bool:
-    """Run the demo over the services of `serving` and print it; False when a greedy output changed with drafting.
+    """Run the demo with the services of `serving` and print it; return False if drafting changed a greedy output.
 
     Raises:
-        CheckpointError: If a model is not there.
+        CheckpointError: If a model does not exist.
         ServerError: If a service does not start or the drafter is not accepted.
     """
     for name, path in (("target", target), ("head", head)):
         if not (path / "config.json").is_file():
             raise CheckpointError(
-                f"{name} = {str(path)!r}: has no config.json; heads of the demo ship in models of the source tree, "
-                "other models are given with --head and --target"
+                f"{name} = {str(path)!r}: has no config.json; the demo's heads are in models/ of the source tree, "
+                "set other models with --head and --target"
             )
     runs = [(f"{number}", prompt, GREEDY) for number, prompt in enumerate(prompts, start=1)]
     runs.append((f"1, T={SAMPLED['temperature']}", prompts[0], SAMPLED))
     with serving(head, target, console) as client:
-        client.complete(prompts[0], temperature=0.0, max_tokens=8)  # what runs for the first time is slow
+        client.complete(prompts[0], temperature=0.0, max_tokens=8)  # warm-up
         comparisons = []
         for name, prompt, options in runs:
             with console.status(f"running prompt {name}"):
@@ -141,7 +141,7 @@ def run_demo(
 
 
 def compare(client: Client, name: str, prompt: Prompt, options: Options, max_tokens: int) -> Comparison:
-    """Run one prompt with the server's number of drafts and with none."""
+    """Run one prompt with the server's number of drafts and without drafts."""
     shared: Options = {**options, "max_tokens": max_tokens}
     without: Options = {**shared, "num_speculative_tokens": 0}
     off = client.complete(prompt, **without)
@@ -149,7 +149,7 @@ def compare(client: Client, name: str, prompt: Prompt, options: Options, max_tok
 
 
 def print_text(comparison: Comparison, console: Console) -> None:
-    """Print a prompt and its text, with accepted drafts in their colour."""
+    """Print a prompt and its output, with accepted drafts coloured."""
     how = "greedy" if comparison.greedy else "sampled"
     console.rule(f"prompt {comparison.name} ({how})", align="left")
     text = Text().append(_shown(comparison.prompt), style="dim")
@@ -160,12 +160,12 @@ def print_text(comparison: Comparison, console: Console) -> None:
 
 
 def _shown(prompt: Prompt) -> str:
-    """Return a prompt as text: of messages the last one, on a line of its own."""
+    """Return a prompt as text; of chat messages, the last one as a line."""
     return prompt if isinstance(prompt, str) else f"{prompt[-1]['content']}\n"  # type: ignore[index]
 
 
 def _table(comparisons: Sequence[Comparison]) -> Table:
-    title = "Drafting off and on; mean acceptance length, drafts accepted per position"
+    title = "Drafting off and on; mean acceptance length, acceptance rate per position"
     table = Table(title=title, title_justify="left", box=SIMPLE)
     table.add_column("prompt", no_wrap=True)
     for column in ("tok/s off", "tok/s on", "speed-up", "length", "per position"):

@@ -25,12 +25,12 @@ from draftwire_cli.structured_output import structured_output_options, take_stru
 
 
 class LogitBias(click.ParamType):
-    """ID=VALUE, a token id and what is added to its logit."""
+    """ID=VALUE, a token id and the value to add to its logit."""
 
     name = "id=value"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        """(token id, bias)."""
+        """Return (token id, bias)."""
         if isinstance(value, tuple):
             return value
         token_id, _, bias = str(value).partition("=")
@@ -43,26 +43,26 @@ class LogitBias(click.ParamType):
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add an option for each field of SamplingParams; ranges are checked by the client."""
     options = [
-        click.option("--temperature", type=float, help="0 takes the most likely token.  [default: 1]"),
+        click.option("--temperature", type=float, help="0 is greedy decoding.  [default: 1]"),
         click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.  [default: 0]"),
-        click.option("--top-p", type=float, help="Keep the likeliest tokens that reach this mass.  [default: 1]"),
-        click.option("--min-p", type=float, help="Keep tokens this likely against the likeliest.  [default: 0]"),
-        click.option("--repetition-penalty", type=float, help="Of tokens in prompt or output.  [default: 1]"),
-        click.option("--presence-penalty", type=float, help="Of tokens in the output, -2 to 2.  [default: 0]"),
-        click.option("--frequency-penalty", type=float, help="For each time in the output, -2 to 2.  [default: 0]"),
-        click.option("--logit-bias", type=LogitBias(), multiple=True, help="Added to a token's logit; repeatable."),
-        click.option("--seed", type=int, help="Of the noise; reproduces the output.  [default: drawn afresh]"),
+        click.option("--top-p", type=float, help="Keep the most likely tokens up to this sum.  [default: 1]"),
+        click.option("--min-p", type=float, help="Least probability, relative to the highest.  [default: 0]"),
+        click.option("--repetition-penalty", type=float, help="Penalty of tokens in prompt or output.  [default: 1]"),
+        click.option("--presence-penalty", type=float, help="Penalty of tokens in the output.  [default: 0]"),
+        click.option("--frequency-penalty", type=float, help="Penalty per occurrence in the output.  [default: 0]"),
+        click.option("--logit-bias", type=LogitBias(), multiple=True, help="Add to a token's logit; repeatable."),
+        click.option("--seed", type=int, help="Seed of the sampling noise.  [default: random]"),
         click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 16]"),
-        click.option("--min-tokens", type=int, help="Tokens before which nothing stops the output.  [default: 0]"),
+        click.option("--min-tokens", type=int, help="Least tokens to generate.  [default: 0]"),
         click.option("--stop", metavar="TEXT", multiple=True, help="Text that ends the output; repeatable."),
-        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="Likewise a token id."),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the end-of-sequence token."),
-        click.option("--logprobs", type=int, metavar="N", help="Report the N likeliest tokens, with --json."),
-        click.option("--prompt-logprobs", type=int, metavar="N", help="Likewise of the prompt, with --json."),
-        click.option("--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="Draw these ids alone."),
-        click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Not in the output; repeatable."),
+        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="The same for a token."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Continue after the end-of-sequence token."),
+        click.option("--logprobs", type=int, metavar="N", help="Report the N most likely tokens, with --json."),
+        click.option("--prompt-logprobs", type=int, metavar="N", help="The same for the prompt's tokens, with --json."),
+        click.option("--allowed-token-id", "allowed_token_ids", type=int, multiple=True, help="Only these tokens."),
+        click.option("--bad-word", "bad_words", metavar="TEXT", multiple=True, help="Text to avoid; repeatable."),
         click.option("--skip-special-tokens/--keep-special-tokens", default=None, help="In the text.  [default: skip]"),
-        click.option("--include-stop-text", is_flag=True, default=None, help="End after the stop text, not before it."),
+        click.option("--include-stop-text", is_flag=True, default=None, help="Include the stop text in the output."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -70,18 +70,18 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command()
-@click.option("--server", required=True, metavar="HOST:PORT[,...]", help="Address of the verifier; or of several.")
+@click.option("--server", required=True, metavar="HOST:PORT[,...]", help="Address of the verifier, or of several.")
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
-@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="File with the text; - reads standard input.")
-@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the chat template.")
-@click.option("--template-arguments", metavar="JSON|FILE", help="Of the chat template, with --chat.")
+@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="File with the text; - is standard input.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user message.")
+@click.option("--template-arguments", metavar="JSON|FILE", help="Arguments of the chat template, with --chat.")
 @sampling_options
 @structured_output_options
-@click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0: none.  [default: the server's]")
+@click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0 for none.  [default: the server's]")
 @click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the prompt's last N tokens.")
-@click.option("--n", type=int, help="Outputs of the prompt, with --json, one line each.  [default: 1]")
-@click.option("--priority", type=int, help="Lower goes first, where the server has priorities.  [default: 0]")
-@click.option("--cache-salt", metavar="TEXT", help="Share the prompt's cache within this salt.  [default: none]")
+@click.option("--n", type=int, help="Number of outputs, with --json, one line each.  [default: 1]")
+@click.option("--priority", type=int, help="Lower goes first, if the server has priorities.  [default: 0]")
+@click.option("--cache-salt", metavar="TEXT", help="Share cached blocks only with this salt.  [default: none]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
 @client_security_options
 @OTLP_ENDPOINT
@@ -101,9 +101,9 @@ def generate(
 ) -> None:
     """Generate text from a prompt.
 
-    Text goes to standard output as it comes, a line of statistics to standard error. With one server that line says why
-    where drafts are missing. Ctrl-C ends the request and prints the statistics so far. Exit code 1 tells a failure, 2 a
-    wrong command.
+    Text is streamed to standard output, and a line of statistics goes to standard error. With one server the line gives
+    the reason for missing drafts. Ctrl-C aborts the request and prints the statistics so far. The exit code is 1 after
+    a failure, 2 after a wrong command.
     """
     if given["n"] not in (None, 1) and not as_json:
         raise click.UsageError("--n needs --json")
@@ -133,7 +133,7 @@ def generate(
 
 
 def _is_one_host(server: str) -> bool:
-    """Return whether requests to an address all go to one server, so that its counters tell of this request."""
+    """Return whether all requests to an address go to one server, whose counters then include this request."""
     addresses = split_addresses(server, "server")
     host, port = parse_address(addresses[0], "server")
     try:
@@ -145,7 +145,7 @@ def _is_one_host(server: str) -> bool:
 
 
 def _info(client: Client) -> pb.GetVerifierInfoResponse | None:
-    """Return what the verifier says of itself, if it does: the answer to the prompt does not depend on it."""
+    """Return the verifier's description; None if the call fails, because the generation does not depend on it."""
     try:
         return client.info(timeout=2.0)
     except DraftwireError:
@@ -153,7 +153,7 @@ def _info(client: Client) -> pb.GetVerifierInfoResponse | None:
 
 
 def _write_text(stream: Stream, show_drafts: bool) -> Completion:
-    """Write the chunks as they come; on Ctrl-C end the line and write the statistics so far."""
+    """Write each chunk as it arrives; on Ctrl-C end the line and write the statistics so far."""
     terminal = sys.stdout.isatty()
     coloured = show_drafts and has_colour()
     chunks: list[Chunk] = []

@@ -20,7 +20,7 @@ from draftwire.server.cli_options import client_security, client_security_option
 @click.option("--timeout", default=3.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Seconds.")
 @client_security_options
 def health(server: str, timeout: float, **given: Any) -> None:
-    """Ask the standard health service; exit with status 0 when the server serves."""
+    """Call the standard health service; exit with status 0 if the server serves."""
     parse_address(server, "server")
     security = client_security(given)
     with open_channel(server, security, ()) as channel:

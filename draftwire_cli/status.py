@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -20,22 +21,22 @@ from draftwire_cli.output import visible
 Info = pb.GetVerifierInfoResponse
 
 _PHASES = ("draft", "wire", "verify", "sample", "host", "idle")
-# A file or a pipe has room for whole rows.
+# Width of rows in a file or a pipe.
 _LEAST_PIPE_WIDTH = 160
-# Columns that may take several lines where a terminal is narrow, so that the others stay whole.
+# Columns that are wrapped in a narrow terminal, so that the others are not.
 _FOLDED = ("address", "features", "head", "last error")
 _FINGERPRINT_DIGITS = 12
 
 
 @click.command()
 @click.option("--server", required=True, metavar="HOST:PORT", help="Address of the verifier.")
-@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between looks.")
-@click.option("--count", type=click.IntRange(1), help="Looks.  [default: in a terminal until Ctrl-C, else 1]")
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds between updates.")
+@click.option("--count", type=click.IntRange(1), help="Number of updates.  [default: no limit in a terminal, else 1]")
 @client_security_options
 def status(server: str, interval: float, count: int | None, **given: Any) -> None:
     """Show a verifier and its drafters.
 
-    Rates are those of the last interval.
+    Rates are over the last interval.
     """
     console = Console()
     if not console.is_terminal:
@@ -44,14 +45,12 @@ def status(server: str, interval: float, count: int | None, **given: Any) -> Non
     with Client(server, client_security(given)) as client:
         before = client.info()
         with Live(console=console, auto_refresh=False, transient=False) as live:
-            looks = 0
-            while count is None or looks < count:
+            for _ in itertools.count() if count is None else range(count):
                 began = time.monotonic()
                 time.sleep(interval)
                 now = client.info()
                 live.update(_tables(server, before, now, time.monotonic() - began), refresh=True)
                 before = now
-                looks += 1
 
 
 def _tables(server: str, before: Info, now: Info, seconds: float) -> Group:
@@ -110,13 +109,13 @@ def _drafters(before: Info, now: Info, seconds: float) -> Table:
 
 
 def _plans(now: Info) -> list[Table]:
-    """Return the drafts asked for, and the throughput that was measured with each number of drafts."""
+    """Return the requested drafts, and the throughput that was measured with each number of drafts."""
     planned = [drafter for drafter in now.drafters if drafter.HasField("plan")]
     if not planned:
         return []
-    table = Table(title="drafts: asked for, and tokens/s of a request by their number", title_justify="left")
+    table = Table(title="drafts requested, and tokens/s of a request by number of drafts", title_justify="left")
     table.add_column("address", overflow="fold")
-    for column in ("asked", "fastest", "gain", "answer, ms", "step, ms"):
+    for column in ("requested", "fastest", "gain", "answer, ms", "step, ms"):
         table.add_column(column, justify="right")
     most = max(len(drafter.plan.tokens_per_s) for drafter in planned)
     for number in range(most):
@@ -135,7 +134,7 @@ def _plans(now: Info) -> list[Table]:
 
 
 def _features(drafter: pb.DrafterStatus) -> str:
-    """Return how features travel: `fused by shm`."""
+    """Return the format and carrier of the features: `fused by shm`."""
     if drafter.features_carrier == draft_pb2.CARRIER_UNSPECIFIED:
         return ""
     carrier = draft_pb2.Carrier.Name(drafter.features_carrier).removeprefix("CARRIER_").lower()
@@ -143,10 +142,10 @@ def _features(drafter: pb.DrafterStatus) -> str:
 
 
 def _fallbacks(before: Info, now: Info, seconds: float) -> Table:
-    """Return the tokens that were decoded without drafts, by cause."""
+    """Return the tokens decoded without drafts by cause."""
     table = Table(title="tokens without drafts", title_justify="left")
     earlier = {fallback.cause: fallback.tokens for fallback in before.counters.fallbacks}
-    for column in ("cause", "tokens/s", "since its start"):
+    for column in ("cause", "tokens/s", "total"):
         table.add_column(column, justify="left" if column == "cause" else "right")
     for fallback in sorted(now.counters.fallbacks, key=lambda one: -one.tokens):
         name = pb.FallbackCause.Name(fallback.cause).removeprefix("FALLBACK_CAUSE_").lower()

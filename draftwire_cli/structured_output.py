@@ -1,4 +1,4 @@
-"""Options of structured output, shared by commands that send requests."""
+"""Options of structured output for the commands that send requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftwire.client import StructuredOutput
 
 
 class TextOrFile(click.ParamType):
-    """A text, or @PATH of a file with the text."""
+    """A text, or @PATH for the text of a file."""
 
     name = "text or @file"
 
@@ -30,12 +30,12 @@ class TextOrFile(click.ParamType):
 def structured_output_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add an option for each kind of structured output."""
     options = [
-        click.option("--json-schema", type=TextOrFile(), help="The output is JSON of this schema."),
+        click.option("--json-schema", type=TextOrFile(), help="The output is JSON with this schema."),
         click.option("--json-object", is_flag=True, help="The output is a JSON object."),
         click.option("--regex", type=TextOrFile(), help="The output matches this regular expression."),
         click.option("--grammar", type=TextOrFile(), help="The output follows this grammar, EBNF or Lark."),
         click.option("--choice", multiple=True, metavar="TEXT", help="The output is one of these texts; repeatable."),
-        click.option("--structural-tag", type=TextOrFile(), help="The output has tagged parts, as this JSON says."),
+        click.option("--structural-tag", type=TextOrFile(), help="The output has tagged parts, defined by this JSON."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -43,7 +43,7 @@ def structured_output_options(command: Callable[..., None]) -> Callable[..., Non
 
 
 def take_structured_output(given: dict[str, Any]) -> StructuredOutput | None:
-    """Take the options of `structured_output_options` out of `given`; return what they ask for, None for nothing.
+    """Remove the options of `structured_output_options` from `given` and return their value; None without one.
 
     Raises:
         click.UsageError: If several are given.

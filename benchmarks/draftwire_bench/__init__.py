@@ -1,1 +1,1 @@
-"""Measurements of speed and acceptance, behind `draftwire bench`."""
+"""Benchmarks of speed and acceptance; `draftwire bench` runs them."""

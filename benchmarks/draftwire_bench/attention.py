@@ -1,15 +1,14 @@
-"""Paged attention on a GPU: microseconds of a layer beside torch's attention over a contiguous cache, and the floor.
+"""Paged attention on a GPU: time of a layer, compared to torch's attention on a contiguous cache and to a lower bound.
 
     python -m draftwire_bench.attention [--json FILE] [--only NAME]
 
 Llama-3.1-8B's shape: 32 query heads, 8 key-value heads, head size 128, bfloat16.
-`ours` is attention and cache write together, with the bounds of a CUDA graph captured for sequences of up to 131072
-rows; `bounded` the same captured for 2048 rows, or the next power of two that holds the context. `torch` is
-scaled_dot_product_attention's flash kernel over keys and values that lie contiguous, without a write. Every call is
-captured in a CUDA graph together with calls on enough other caches to pass through the L2 cache several times; a replay
-is timed with CUDA events, the median of several is divided by the number of calls. The floor is the larger of bytes
-(context, queries, result and new rows, each once) over copy bandwidth, and operations over the rate of a large matrix
-product.
+`ours` is attention with the cache write, in a CUDA graph captured for sequences of up to 131072 rows; `bounded` is the
+same captured for 2048 rows, or for the next power of two that holds the context. `torch` is
+scaled_dot_product_attention's flash kernel with contiguous keys and values, without a write. A CUDA graph captures each
+call with calls on other caches that together exceed the L2 cache several times; replays are timed with CUDA events, and
+the median is divided by the number of calls. The floor is the larger of two times: bytes (context, queries, result and
+new rows, each once) at copy bandwidth, and operations at the rate of a large matrix product.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ COPIED_BYTES = 300e6
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `rows` new rows each, `context` rows in the cache with them; of the first one `longest`."""
+    """`batch` sequences with `rows` new rows each and a context of `context` rows, the first one of `longest` rows."""
 
     batch: int
     rows: int
@@ -60,7 +59,7 @@ class Case:
         return 2 * sum(self.contexts) * KV_HEADS * row + 2 * new * HEADS * row + 4 * new * KV_HEADS * row
 
     def operations(self) -> int:
-        """Return the operations of the two products, for the keys that each row sees."""
+        """Return the operations of the two matrix products with the keys that each row attends to."""
         cached = sum(self.contexts) - self.batch * self.rows
         return 4 * HEADS * SIZE * (self.rows * cached + self.batch * self.rows * (self.rows + 1) // 2)
 
@@ -81,7 +80,7 @@ CASES = [
 
 
 class Layers:
-    """As many caches as a case copies, and the rows of one step."""
+    """The caches of a case, one per copy, and the rows of one step."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -106,7 +105,7 @@ class Layers:
         self.bound(LONGEST)
 
     def bound(self, max_length: int) -> None:
-        """Attend from now on with bounds for sequences of `max_length` rows."""
+        """Set the longest sequence that `attend` is captured for."""
         case = self.case
         self.batch = self.buffers.load(self.host_batch, case.batch * case.rows, case.batch, max_length=max_length)
 
@@ -116,7 +115,7 @@ class Layers:
 
 
 def torch_call(case: Case) -> Callable[[int], Tensor]:
-    """torch's attention over contiguous keys and values. Without a mask where fewer rows are new than cached."""
+    """Return torch's attention on contiguous keys and values; causal only for whole prompts."""
     g = torch.Generator(DEVICE).manual_seed(0)
     q = torch.randn(case.batch, HEADS, case.rows, SIZE, device=DEVICE, generator=g).to(DTYPE)
     shape = (case.batch, KV_HEADS, case.context, SIZE)
@@ -135,7 +134,7 @@ def torch_call(case: Case) -> Callable[[int], Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="part of a row's name")
+    parser.add_argument("--only", default="", help="run only cases with this text in their names")
     arguments = parser.parse_args()
     bandwidth, rate = copy_bandwidth(), product_rate()
     device = torch.cuda.get_device_name()

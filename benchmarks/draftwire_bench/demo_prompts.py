@@ -1,4 +1,4 @@
-"""Prompts for the demo pair, of the kind of text that it was trained on."""
+"""Prompts for the demo pair, similar to its training data."""
 
 PROMPTS = [
     'def read_lines(path):\n    """Returns the lines of a text file, without their line ends."""\n',

@@ -1,13 +1,13 @@
-"""A draft step on a GPU, by default of the EAGLE-3 shape for Llama-3.1-8B: random weights, bfloat16, one process.
+"""A draft step on a GPU, in one process with random bfloat16 weights; by default of Llama-3.1-8B's EAGLE-3 shape.
 
     python -m draftwire_bench.drafting [--json FILE] [--batches 1,4,8,16,32,64] [--context 512]
     python -m draftwire_bench.drafting --target benchmarks/shapes/qwen3-8b --head benchmarks/shapes/qwen3-8b-dspark \\
         --drafts 7 --batches 1,8,32,64
 
-`replay` is the captured step alone (CUDA events), `step` the time from a step's submission, its features on the GPU, to
-its answer, draft logits still on the GPU; medians of many. Each sequence brings 1 to 5 rows, 3 on average. Features
-come fused, as verifiers send them. The floor is what the step reads at least: the head's weights, once for each pass,
-and keys and values of the context, at the device's copy bandwidth. Then the kernels of a replay, and where memory goes.
+`replay` is the time of the captured step (CUDA events), `step` the time from a step's submission with features on the
+GPU to its answer with draft logits on the GPU; both are medians. Each sequence has 1 to 5 rows, 3 on average. Features
+are fused, as verifiers send them. The floor is the time for the least reads at the device's copy bandwidth: the head's
+weights once per pass, and keys and values of the context. The kernels of a replay and the memory use follow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROFILED = (1, 32)
 
 @dataclass
 class Rig:
-    """An engine, one session of it and the sequences that it feeds."""
+    """An engine with one session and its sequences."""
 
     engine: DraftEngine
     session: Session
@@ -121,7 +121,7 @@ def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, n
 
 
 def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode, num_drafts: int) -> Callable[[], None]:
-    """Replay the step that the inputs on the device describe."""
+    """Return a call that replays the last step."""
     graphs = engine.graphs
     assert graphs is not None
     shape = graphs.shape_for(mode, batch, batch, num_drafts)
@@ -142,13 +142,13 @@ def timed_ms(call: Callable[[], None], repeats: int = 50) -> float:
 
 
 def weight_bytes(head_dir: Path, head: Head) -> dict[str, int]:
-    """Return what a pass of the layers, lm_head, and a Markov head's slot read, bytes of bfloat16."""
+    """Return the bytes of bfloat16 weights that are read by a pass of the layers, by lm_head and by a Markov slot."""
     config, spec = json.loads((head_dir / "config.json").read_text(encoding="utf-8")), head.spec
     hidden, inner, num_layers = spec.hidden_size, config["intermediate_size"], len(spec.layer_shapes)
     queries = config["num_attention_heads"] * config["head_dim"]
     keys_and_values = sum(heads * (key + value) for heads, key, value in spec.layer_shapes)
     qkv = num_layers * queries + keys_and_values
-    given = qkv // num_layers if isinstance(head, ChainHead) else 0  # the first layer reads embedding and state
+    given = qkv // num_layers if isinstance(head, ChainHead) else 0  # the first layer's input is embedding and state
     return {
         "layers": 2 * hidden * (qkv + given + num_layers * (queries + 3 * inner)),
         "output": 2 * hidden * spec.draft_vocab_size,
@@ -166,7 +166,7 @@ def floor_bytes(weights: dict[str, int], head: Head, batch: int, context: int, n
 
 
 def kernels_of(replay: Callable[[], None], repeats: int = 20) -> list[dict[str, Any]]:
-    """Time and launches of each kernel of a replay, most time first."""
+    """Return time and launches of each kernel of a replay, in descending order of time."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(repeats):
@@ -185,7 +185,7 @@ def kernels_of(replay: Callable[[], None], repeats: int = 20) -> list[dict[str, 
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes a second, read and written, of a large copy on the device."""
+    """Return the bytes per second, read and written, of a large copy on the device."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
@@ -218,10 +218,10 @@ def show(console: Console, results: dict[str, Any]) -> None:
 @click.command()
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
 @click.option("--batches", default="1,4,8,16,32,64", show_default=True)
-@click.option("--context", default=512, show_default=True, help="Accepted rows of each sequence before the first step.")
+@click.option("--context", default=512, show_default=True, help="Accepted rows per sequence before the first step.")
 @click.option("--target", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b")
 @click.option("--head", "head_dir", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b-eagle3")
-@click.option("--drafts", default=4, show_default=True, help="Drafts of each sequence in a step.")
+@click.option("--drafts", default=4, show_default=True, help="Drafts per sequence and step.")
 def main(
     json_path: Path | None, batches: str, context: int, target: Path, head_dir: Path, drafts: int
 ) -> None:
@@ -255,7 +255,7 @@ def main(
     }
     for name, mode in MODES.items():
         began = time.monotonic()
-        # Keeps the mode's buffers and graphs while batches come and go.
+        # Keeps the mode's buffers and graphs between batch sizes.
         keeper = engine.open_session(SessionTerms("keeper", mode, drafts, 1), lambda _: None)
         results["capture_s"].setdefault(name, time.monotonic() - began)
         sizes = [int(size) for size in batches.split(",")]

@@ -1,4 +1,4 @@
-"""On what a measurement was made: machine, versions, commit, command, models."""
+"""The environment of a measurement: machine, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions, commit, date and the process's command line, but for the files that it writes.
+    """Return machine, versions, commit, date and the process's command line without its output files.
 
-    The commit is $DRAFTWIRE_COMMIT, for a machine that files alone were copied to; by default that of the checkout, and
-    "-dirty" where it has changed since.
+    The commit is $DRAFTWIRE_COMMIT, for machines without the git directory; by default the checkout's commit, with
+    "-dirty" for changed files.
     """
     return {
         "command": shlex.join(_command()),
@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
 
 
 def read_shape(directory: str) -> dict[str, Any] | None:
-    """Return the config.json of a model directory; None of a hub id."""
+    """Return the config.json of a model directory; None for a hub id."""
     path = Path(directory).expanduser() / "config.json"
     if not path.is_file():
         return None
@@ -46,7 +46,7 @@ def read_shape(directory: str) -> dict[str, Any] | None:
 
 
 def _command() -> list[str]:
-    """Return the command as typed in a checkout: of `draftwire` or of a module of `draftwire_bench`."""
+    """Return the command as typed in a checkout: `draftwire` or a module of `draftwire_bench`."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.name != "__main__.py"
     called = ["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]
@@ -83,7 +83,7 @@ def _cpu() -> str:
 
 
 def _gpus() -> list[str]:
-    """Name and driver of each GPU; asked of the driver's tool, so that this process makes no context on them."""
+    """Return name and driver of each GPU from nvidia-smi, which needs no CUDA context in this process."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,15 +1,15 @@
-"""A drafter that is far away: throughput with drafts over links of any delay and rate, beside throughput without.
+"""A remote drafter: throughput with drafts on links of several delays and rates, compared to throughput without drafts.
 
     python -m draftwire_bench.far_drafter --json benchmarks/results/far-drafter.json
 
-The drafter runs in a network namespace behind a shaped link (link.py: Linux, root, iproute2), the
-verifier outside of it; the number of drafts adapts. What a TCP connection reaches over each link is measured first: the
-host's cores may be slower than the rate that was asked for, and TCP's buffers smaller than what would be under way.
-For each link, rounds without and with drafts follow each other,
-after one that is not counted and in which the verifier gets to know the link. The ratio is that of the medians; exit
-code 1 when one is under 0.97. Beside it stands the gain that the verifier expected of drafts in the end.
+The drafter runs in a network namespace behind a shaped link (link.py: Linux, root, iproute2), the verifier outside the
+namespace; the number of drafts adapts. The throughput of a TCP connection over each link is measured first, because it
+may be below the link's rate: the host's cores may be slower, or TCP's buffers smaller than the bandwidth-delay product.
+For each link, rounds without and with drafts alternate, after a warm-up round in which the verifier measures the link.
+The ratio is that of the medians; the exit code is 1 if a ratio is below 0.97. The verifier's last expected gain is
+printed next to the ratio.
 
-By default it takes the demo pair on the CPU. On two GPUs, with the shapes of a large model:
+By default the demo pair runs on the CPU. On two GPUs, with the shapes of a large model:
 
     python -m draftwire_bench.far_drafter --target benchmarks/shapes/llama-3.1-8b \\
         --head benchmarks/shapes/llama-3.1-8b-eagle3 --device cuda:0 --drafter-device cuda:1 \\
@@ -48,19 +48,19 @@ from draftwire_bench.services import START_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-# Serving with drafts must never be slower than so many times serving without.
+# Least throughput with drafts, relative to throughput without drafts.
 LEAST_RATIO = 0.97
-# Of a random prompt, for a target without a tokenizer.
+# Length of random prompts for a target without a tokenizer.
 PROMPT_TOKENS = 64
-# Jumbo frames: links of 10 Gbit/s and more have them.
+# Jumbo frames, which are usual on links of 10 Gbit/s and more.
 MTU = 9000
 
 
 @click.command()
-@click.option("--target", default=str(DEMO / "target"), help="Default: the demo pair's.")
-@click.option("--head", default=str(DEMO / "head"), help="Default: the demo pair's.")
+@click.option("--target", default=str(DEMO / "target"), help="By default the demo pair's.")
+@click.option("--head", default=str(DEMO / "head"), help="By default the demo pair's.")
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--drafter-device", help="Default: the same device.")
+@click.option("--drafter-device", help="By default --device.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--load-format", default="auto", show_default=True)
 @click.option("--speculative-config", default="{}", show_default=True)
@@ -69,7 +69,7 @@ MTU = 9000
 @click.option("--concurrency", type=Numbers(int), default="1,8", show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--output-tokens", default=400, show_default=True)
-@click.option("--turns", default=1, show_default=True, help="Requests one after another in each place of a level.")
+@click.option("--turns", default=1, show_default=True, help="Consecutive requests of each client.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
 def main(json_path: Path | None, **given: Any) -> None:
@@ -104,7 +104,7 @@ def main(json_path: Path | None, **given: Any) -> None:
                 }
                 rows.append(place | _measured(verifier.address, concurrency, given))
                 console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
-                if json_path is not None:  # after each place: a long run may be cut off
+                if json_path is not None:  # after each row, because a long run may be interrupted
                     json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     _print(rows, console)
     sys.exit(min(row["ratio"] for row in rows) < LEAST_RATIO)
@@ -145,7 +145,7 @@ def _plan(address: str) -> dict[str, Any]:
 
 @cache
 def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
-    """Yield one source for all rounds, so that no random prompt comes twice."""
+    """Return one source for all rounds, so that no random prompt is repeated."""
     return endless(PROMPTS) if has_tokenizer else random_prompts(PROMPT_TOKENS, vocab_size, seed=0)
 
 

@@ -1,12 +1,12 @@
-"""The target's forward pass beside its own linear layers, on one GPU, with random weights.
+"""The target's forward pass on one GPU with random weights, compared to the time of its linear layers.
 
     python -m draftwire_bench.forward [--target DIR] [--batches 1x1,1x5,8x5] [--context 512] [--json FILE]
 
-A batch BxQ is B sequences with Q rows each. For each: the step through the verifier's runner (inputs copied, one CUDA
-graph), back to back on the GPU's clock and alone on the host's; the products of the linear layers alone, merged, in one
-CUDA graph, measured in the same process; their ratio. Then the same of steps with prompts alone, which have no graph
-where they are longer than the largest step, the kernels of one step, every graph's time, and
-what the start takes with an empty and with a filled cache of compiled code.
+A batch BxQ is B sequences with Q rows each. For each batch: the step with the verifier's runner (input copies and one
+CUDA graph), back to back by the GPU's clock and single by the host's clock; the matrix products of the merged linear
+layers in one CUDA graph in the same process; the ratio. The same follows for steps that contain only prompts, which
+run without a graph if they are larger than the largest graph; then the kernels of one step, the time of each graph, and
+the start's time with an empty and with a filled cache of compiled code.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ SHAPE = Path(__file__).resolve().parents[1] / "shapes" / "llama-3.1-8b"
 BATCHES = "1x1,1x5,8x5,32x5,64x5,64x1"
 PROMPTS = "1x64,1x128,1x256,1x512"
 DEVICE = torch.device("cuda:0")
-START = "start: "  # the line of a child process that holds what its start took
+START = "start: "  # prefix of the line with a child process's start times
 
 
 @click.command()
-@click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True, help="With a config.json.")
+@click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True)
 @click.option("--batches", default=BATCHES, show_default=True)
-@click.option("--prompts", default=PROMPTS, show_default=True, help="The same of steps with prompts alone.")
+@click.option("--prompts", default=PROMPTS, show_default=True, help="Batches of steps that contain only prompts.")
 @click.option("--context", default=512, show_default=True, help="Rows of each sequence before a batch's step.")
 @click.option("--max-num-seqs", default=64, show_default=True)
 @click.option("--max-prefill-rows", default=512, show_default=True)
-@click.option("--max-model-len", type=int, help="Most positions of a sequence. Default: the target's own.")
+@click.option("--max-model-len", type=int, help="Most positions of a sequence.  [default: the target's]")
 @click.option("--rows-per-sequence", default=5, show_default=True)
 @click.option("--profiled", default="1x5,32x5", show_default=True, help="Batches whose kernels are listed.")
 @click.option("--start-only", is_flag=True, hidden=True)
@@ -121,7 +121,7 @@ def _start(
     max_model_len: int | None,
     rows_per_sequence: int,
 ) -> tuple[TargetRunner, dict[str, float]]:
-    """Return the parts of the verifier's start, with seconds and GiB of each."""
+    """Start the verifier's parts; return the runner, and seconds and GiB of each part."""
     make_current(DEVICE)
     start: dict[str, float] = {}
 
@@ -169,7 +169,7 @@ def _without_json(arguments: list[str]) -> list[str]:
 
 
 def decode_step(count: int, rows: int, context: int) -> ForwardInput:
-    """`count` sequences with `rows` rows each after `context` others: random tokens, all of whose logits are wanted."""
+    """Return a step of `count` sequences with `rows` random tokens each after `context` rows, with logits of all."""
     rng = np.random.default_rng(count * 100 + rows)
     each = blocks_for(context + rows)
     return ForwardInput(
@@ -181,7 +181,7 @@ def decode_step(count: int, rows: int, context: int) -> ForwardInput:
 
 
 def _prompts_step(count: int, rows: int) -> ForwardInput:
-    """Return a step of `count` whole prompts of this many rows, with the logits of their last rows."""
+    """Return a step of `count` whole prompts of `rows` rows, with the logits of their last rows."""
     return replace(decode_step(count, rows, 0), logit_rows=np.arange(1, count + 1) * rows - 1)
 
 
@@ -202,8 +202,7 @@ def _measure(config: dict[str, Any], runner: TargetRunner, step: ForwardInput) -
 
 
 def _time(run: Callable[[], object], repeats: int = 20, rounds: int = 7) -> tuple[float, float]:
-    """Return the median milliseconds of one run: on the GPU, many back to back; on the host, one until the GPU is
-    done."""
+    """Return the median milliseconds of a run: on the GPU, of runs back to back; on the host, until the GPU is idle."""
     for _ in range(3):
         run()
     on_gpu, on_host = [], []
@@ -235,7 +234,7 @@ def _host_ms(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
-    """Return the products with weights of the target's own sizes, merged, one after the other, in one CUDA graph."""
+    """Return the milliseconds of one CUDA graph with the matrix products of the target's merged linear layers."""
     hidden, wide, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer = [((heads + 2 * kv_heads) * size, hidden), (hidden, heads * size), (2 * wide, hidden), (hidden, wide)]
@@ -258,7 +257,7 @@ def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
 
 
 def _kernels(runner: TargetRunner, step: ForwardInput, most: int = 15) -> list[dict[str, Any]]:
-    """Return the microseconds and launches of one step, by kernel."""
+    """Return the microseconds and launches of each kernel in one step."""
     runner.run(step)
     torch.cuda.synchronize(DEVICE)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -297,7 +296,7 @@ def _print(result: dict[str, Any], console: Console) -> None:
         for row in rows:
             table.add_row(f"{row['us']:.0f}", str(row["launches"]), row["kernel"][:90])
         console.print(table)
-    table = Table(title="graphs, padding alone")
+    table = Table(title="graphs, only padding")
     for column in ("sequences", "rows", "milliseconds"):
         table.add_column(column, justify="right")
     for row in result["graphs"]:

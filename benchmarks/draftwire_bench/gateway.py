@@ -1,9 +1,9 @@
-"""The same load through the gateway smg and directly by gRPC: what the gateway costs.
+"""The cost of the gateway smg: the same load through smg and directly with gRPC.
 
     python -m draftwire_bench.gateway --server 127.0.0.1:50051 --requests 64
 
-measures a verifier that runs. Both ways get prompts of one length. No two prompts begin alike, so the
-prefix cache has no hits. Outputs have exactly `--max-tokens` tokens.
+measures a running verifier. All prompts have one length and different beginnings, so the prefix cache has no hits.
+Outputs have exactly `--max-tokens` tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ NUMBERS = count()
 
 @dataclass(frozen=True)
 class Load:
-    """What both ways serve."""
+    """The load that is measured with and without the gateway."""
 
-    requests: int  # at once
-    rounds: int  # of each place, one after another
+    requests: int  # concurrent
+    rounds: int  # consecutive requests of each client
     prompt_words: int
     max_tokens: int
 
     def prompt(self) -> str:
-        """Return a text that no other prompt begins like."""
+        """Return a text with a unique beginning."""
         return f"{next(NUMBERS)} " + " ".join(WORDS[n % len(WORDS)] for n in range(self.prompt_words))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way under the load: all times in seconds."""
+    """A measurement; times in seconds."""
 
     tokens: int
     total_s: float
@@ -59,15 +59,15 @@ class Run:
         }
 
 
-# Serves one prompt; returns its output tokens and when the first of them came, by time.perf_counter().
+# Serves one prompt; returns the number of output tokens and when the first arrived, by time.perf_counter().
 Ask = Callable[[str], Awaitable[tuple[int, float]]]
 
 
 async def run_load(load: Load, ask: Ask) -> Run:
-    """Keep `load.requests` requests running until each place has had its rounds."""
+    """Run `load.requests` clients with `load.rounds` consecutive requests each."""
     firsts: list[float] = []
 
-    async def place() -> int:
+    async def run_client() -> int:
         tokens = 0
         for _ in range(load.rounds):
             began = time.perf_counter()
@@ -77,12 +77,12 @@ async def run_load(load: Load, ask: Ask) -> Run:
         return tokens
 
     began = time.perf_counter()
-    tokens = sum(await asyncio.gather(*(place() for _ in range(load.requests))))
+    tokens = sum(await asyncio.gather(*(run_client() for _ in range(load.requests))))
     return Run(tokens, time.perf_counter() - began, firsts)
 
 
 async def directly(server: str, load: Load) -> Run:
-    """Measure the verifier's own service."""
+    """Measure the verifier's service."""
     async with AsyncClient(server) as client:
 
         async def ask(prompt: str) -> tuple[int, float]:
@@ -122,7 +122,7 @@ async def through_gateway(gateway: GatewayProcess, load: Load) -> Run:
 
 
 async def measure(server: str, load: Load, repeats: int) -> dict[str, Sequence[dict[str, float]]]:
-    """Measure both ways in turns, after one round of each that does not count."""
+    """Measure both alternately, after a warm-up round of each."""
     with GatewayProcess([server], "--log-level", "warn") as gateway:
         once = Load(load.requests, 1, load.prompt_words, load.max_tokens)
         await directly(server, once)
@@ -135,17 +135,17 @@ async def measure(server: str, load: Load, repeats: int) -> dict[str, Sequence[d
 
 
 @click.command()
-@click.option("--server", required=True, metavar="HOST:PORT", help="A verifier that runs, in plain text.")
-@click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="Requests at once.")
-@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1), help="Requests of each place.")
-@click.option("--prompt-words", default=256, show_default=True, type=click.IntRange(1), help="Words of a prompt.")
-@click.option("--max-tokens", default=400, show_default=True, type=click.IntRange(1), help="Tokens of an output.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Runs of each way, in turns.")
+@click.option("--server", required=True, metavar="HOST:PORT", help="A running verifier without TLS.")
+@click.option("--requests", default=64, show_default=True, type=click.IntRange(1), help="Concurrent requests.")
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1), help="Requests per client.")
+@click.option("--prompt-words", default=256, show_default=True, type=click.IntRange(1), help="Words per prompt.")
+@click.option("--max-tokens", default=400, show_default=True, type=click.IntRange(1), help="Tokens per output.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Runs of each, alternately.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 def main(
     server: str, requests: int, rounds: int, prompt_words: int, max_tokens: int, repeats: int, json_path: Path | None
 ) -> None:
-    """Measure the same load directly and through smg, and print the share of the throughput that smg leaves."""
+    """Measure the same load directly and through smg, and print smg's share of the direct throughput."""
     load = Load(requests, rounds, prompt_words, max_tokens)
     runs = asyncio.run(measure(server, load, repeats))
     best = {way: max(run["tokens_per_s"] for run in found) for way, found in runs.items()}

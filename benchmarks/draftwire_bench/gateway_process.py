@@ -1,4 +1,4 @@
-"""The gateway smg as a child process, in front of verifiers of this machine: for demo, tests and benchmark."""
+"""The gateway smg as a child process in front of verifiers, for demo, tests and benchmark."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.25
 HTTP_TIMEOUT_S = 10.0
-# Prefixes are looked up in what verifiers tell of their caches; a verifier that fails is left out within seconds.
+# Routes by the verifiers' cache events, and detects a failed verifier within seconds.
 ARGUMENTS = ("--policy", "cache_aware", "--health-check-interval-secs", "1", "--load-monitor-interval", "1")
 
 
 class GatewayProcess:
-    """A running gateway that knows all verifiers given. As a context manager it is stopped at the end.
+    """A running gateway; as a context manager, stops the gateway on exit.
 
     Attributes:
-        url: Of the HTTP service, as `http://127.0.0.1:30000`.
-        metrics_url: Of its Prometheus metrics.
+        url: URL of the HTTP service, such as `http://127.0.0.1:30000`.
+        metrics_url: URL of the Prometheus metrics.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class GatewayProcess:
         """Start smg in front of verifiers and wait until it may route to all of them.
 
         Args:
-            verifiers: HOST:PORT of each, or a URL: grpc://HOST:PORT, grpcs://HOST:PORT.
-            extra: Further arguments of smg; they come last, so that they override.
-            api_key: What smg shows the verifiers and asks its own clients for; empty for neither.
-            timeout_s: Seconds within which it must be ready.
+            verifiers: HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT of each.
+            extra: Further arguments of smg, which override the others.
+            api_key: The key that smg sends to verifiers and requires of clients; empty for none.
+            timeout_s: Seconds until smg must be ready.
 
         Raises:
-            ServerError: If smg is not installed, ends, or is not ready in time.
+            ServerError: If smg is not installed, exits, or is not ready in time.
         """
         if importlib.util.find_spec("smg") is None:
             raise ServerError("the gateway smg is not installed; pip install 'draftwire[gateway]'")
@@ -70,9 +70,9 @@ class GatewayProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone, which then stops its children
+                start_new_session=True,  # a terminal sends Ctrl-C only to the parent, which stops its children
                 env={**os.environ, "NO_COLOR": "1"},
-                cwd=tempfile.gettempdir(),  # a relative name of a model is none of smg's directory
+                cwd=tempfile.gettempdir(),  # where smg finds no directory with the model's name
             )
         try:
             self._wait(len(verifiers), time.monotonic() + timeout_s)
@@ -91,7 +91,7 @@ class GatewayProcess:
         return workers
 
     def model(self) -> str:
-        """Return the name under which the verifiers' target is served."""
+        """Return the served name of the verifiers' target."""
         return str(json.loads(self._get(f"{self.api_url}/models"))["data"][0]["id"])
 
     def metrics(self) -> str:
@@ -108,7 +108,7 @@ class GatewayProcess:
         return self._log_path.read_text(errors="replace")
 
     def stop(self) -> None:
-        """Ask smg to end, and kill it after STOP_TIMEOUT_S seconds."""
+        """Terminate smg, and kill it after STOP_TIMEOUT_S seconds."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -141,7 +141,7 @@ class GatewayProcess:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports of this host that are free now."""
+    """Return free ports of this host."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]

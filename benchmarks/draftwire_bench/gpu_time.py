@@ -1,4 +1,4 @@
-"""Time on a GPU."""
+"""Timing on a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DEVICE = "cuda"
 
 
 def replay_time(call: Callable[[int], object], copies: int) -> float:
-    """Return the microseconds of one call in a replayed graph of `copies` calls, each on its own input."""
+    """Return the microseconds of one call in a replayed graph of `copies` calls, which get their indices."""
     return graph_time(capture(call, copies)) / copies
 
 
 def capture(call: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
-    """Return a graph of the calls of 0 .. `copies` - 1, which have been made once before."""
+    """Return a graph of the calls with 0 .. `copies` - 1, after a warm-up of each."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -32,7 +32,7 @@ def capture(call: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
 
 
 def graph_time(graph: torch.cuda.CUDAGraph) -> float:
-    """Median microseconds of a replay."""
+    """Return the median microseconds of a replay."""
     times = []
     for _ in range(9):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -45,7 +45,7 @@ def graph_time(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def eager_time(call: Callable[[], object]) -> float:
-    """Median microseconds of a call with all that the host does for it."""
+    """Return the median microseconds of a call, including the host's work."""
     times = []
     for _ in range(12):
         torch.cuda.synchronize()

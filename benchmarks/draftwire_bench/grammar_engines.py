@@ -1,8 +1,8 @@
-"""Times grammar engines on a target's vocabulary: compilation, masks, and the rows of a verify step.
+"""Times grammar engines with a target's vocabulary: compilation, masks, and the rows of a verify step.
 
-python -m draftwire_bench.grammar_engines --tokenizer DIR [--engine xgrammar]
+    python -m draftwire_bench.grammar_engines --tokenizer DIR [--engine xgrammar]
 
-xgrammar is no dependency of Draftwire: install it beside Draftwire for its figures.
+xgrammar is not a dependency of Draftwire and must be installed to be measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DOCUMENT = {
     "tags": ["red", "blue"],
     "address": {"street": "12 St James's Square, London, near the park", "zip": "10115"},
 }
-# Schemas that take long somewhere: of 124 KB, and a large multiple.
+# Schemas that compile slowly in one of the engines: one of 124 KB, and a large multiple.
 LARGE = {
     "type": "object",
     "properties": {
@@ -56,16 +56,16 @@ MULTIPLE = {"type": "integer", "multipleOf": 9973}
 
 
 class Matcher(Protocol):
-    """What both engines have, under one name."""
+    """The operations that both engines have."""
 
     def fill(self, row: int) -> None:
-        """Write the mask of the next token to a row."""
+        """Write the mask of the next token into a row."""
 
     def take(self, token: int) -> bool:
-        """Continue by a token; return whether the grammar allows it."""
+        """Accept a token; return whether the grammar allows it."""
 
     def rollback(self, count: int) -> object:
-        """Give tokens back."""
+        """Undo the last tokens."""
 
 
 class LlguidanceMatcher:
@@ -98,7 +98,7 @@ class XgrammarMatcher:
 
 
 def llguidance_compiler(tokenizer: Any) -> Callable[[str], Matcher]:
-    """Return what compiles a JSON Schema with llguidance."""
+    """Return a compiler of JSON Schemas with llguidance."""
     import llguidance
 
     from draftwire.v1 import config_pb2
@@ -116,7 +116,7 @@ def llguidance_compiler(tokenizer: Any) -> Callable[[str], Matcher]:
 
 
 def xgrammar_compiler(tokenizer: Any) -> Callable[[str], Matcher]:
-    """Return what compiles a JSON Schema with xgrammar, on one thread."""
+    """Return a compiler of JSON Schemas with xgrammar on one thread."""
     xgrammar: Any = import_module("xgrammar")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -125,7 +125,7 @@ def xgrammar_compiler(tokenizer: Any) -> Callable[[str], Matcher]:
 
 
 def step_times(matcher: Matcher, tokens: list[int]) -> tuple[list[float], list[float]]:
-    """Return CPU seconds of each mask, and of the rows of each verify step with all its drafts right."""
+    """Return CPU seconds of each mask, and of the rows of each verify step with correct drafts."""
     single, rows = [], []
     for place, token in enumerate(tokens):
         began = time.process_time()
@@ -144,7 +144,7 @@ def step_times(matcher: Matcher, tokens: list[int]) -> tuple[list[float], list[f
 
 
 @click.command()
-@click.option("--tokenizer", required=True, type=click.Path(exists=True, path_type=Path), help="Its directory.")
+@click.option("--tokenizer", required=True, type=click.Path(exists=True, path_type=Path), help="Directory.")
 @click.option("--engine", type=click.Choice(["llguidance", "xgrammar"]), default="llguidance", show_default=True)
 def main(tokenizer: Path, engine: str) -> None:
     """Print microseconds of masks and milliseconds of compilation, in CPU time."""

@@ -1,17 +1,18 @@
-"""Greedy output of both services, with drafts, token for token beside transformers' own without, on the same device.
+"""Compares greedy output of both services with drafts to transformers' output, token by token on the same device.
 
     python -m draftwire_bench.greedy_identity --verifier-device cuda:0 --drafter-device cuda:1
     python -m draftwire_bench.greedy_identity --verifier-device cuda:0 --drafter-device cuda:1 --dtype bfloat16
 
-Requests of different lengths join and leave while others run. Then a second pair of services is asked whose verifier's
-KV cache holds but two requests of full length: many begin at once, of which some share a long prefix, and when all are
-answered the same begin again. There requests must have been preempted, and prefixes found in the cache.
+Requests of different lengths start and end while others run. Then a second pair of services runs, whose verifier has a
+KV cache for only two requests of full length: many requests start together, of which some share a long prefix, and run
+a second time when all have ended. Of these, requests must have been preempted, and prefixes found in the cache.
 
-In float32 all outputs must be identical. In bfloat16 they may part where the two best logits are nearly equal:
-verifying several rows and decoding one are products of different shapes, which round differently. Where an output
-parts, the gap is how far transformers' logit of the services' token lies below its best, in units of that logit's last
-bfloat16 digit (ulp). What follows continues another text and is only counted. Exit code 1 when a gap is larger than
-allowed, or where nothing was preempted or no prefix found. Throughput is measured by `draftwire bench serve`.
+In float32 all outputs must be identical. In bfloat16 they may diverge if the two best logits are nearly equal:
+verifying several rows and decoding one row are matrix products of different shapes, which round differently. At the
+first different token, the gap is the difference between transformers' best logit and its logit of the services' token,
+in units of the best logit's last bfloat16 digit (ulp). Later tokens continue a different text and are only counted. The
+exit code is 1 if a gap is larger than allowed, or nothing was preempted, or no prefix was found. `draftwire bench
+serve` measures throughput.
 """
 
 from __future__ import annotations
@@ -38,32 +39,32 @@ from draftwire_bench.services import PairOptions, running_pair, wait_for_drafter
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-# Text that the demo pair has never seen.
+# Text that is not in the demo pair's training data.
 SOURCES = sorted(path for folder in ("draftwire", "verifier_service") for path in (ROOT / folder).glob("*.py"))
 PROMPT_LENGTHS = (1, 7, 40, 130, 400)
-# Of the small cache: a prefix, the prompts in a row that share it, and the most tokens that follow it in a prompt.
+# Requests for the small cache: tokens of a prefix, number of prompts that share a prefix, most tokens after a prefix.
 PREFIX_TOKENS, NUM_SHARING, MAX_ENDING_TOKENS = 128, 4, 40
-# The largest gap that is allowed by default, ulps: none in float32.
+# Default of the largest allowed gap in ulps.
 GAPS = {"float32": 0.0, "bfloat16": 4.0}
 BFLOAT16_DIGITS = 8
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Prompts, and how many tokens are asked for after each."""
+    """Prompts and the number of output tokens of each."""
 
     prompts: list[list[int]]
     lengths: list[int]
 
     @property
     def max_model_len(self) -> int:
-        """Positions of the longest."""
+        """Return the positions of the longest request."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True))
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers says after a prompt."""
+    """transformers' output for a prompt."""
 
     tokens: list[int]
     logits: torch.Tensor  # float32 [tokens, V]
@@ -71,7 +72,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token of an output that is not transformers'; gaps below its best logit, in ulps of bfloat16."""
+    """The first token of an output that differs from transformers'; gaps to the best logit in ulps of bfloat16."""
 
     request: int
     place: int  # in the output
@@ -83,7 +84,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outputs beside transformers', and what their requests went through."""
+    """Outputs compared to transformers', and statistics of the requests."""
 
     requests: int
     identical: int
@@ -103,8 +104,8 @@ class Comparison:
 @click.option("--drafter-device", default="cpu", show_default=True)
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(GAPS)), help="Of all three.")
 @click.option("--requests", "count", default=16, show_default=True, type=click.IntRange(1))
-@click.option("--output-tokens", default=128, show_default=True, help="Of the longest.")
-@click.option("--gap", "allowed", type=click.FloatRange(0), help="Largest allowed, ulps.  [default: 0; bfloat16: 4]")
+@click.option("--output-tokens", default=128, show_default=True, help="Most tokens of an output.")
+@click.option("--gap", "allowed", type=click.FloatRange(0), help="Largest gap in ulps.  [default: 0; bfloat16: 4]")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 def main(
     target: str,
@@ -144,19 +145,18 @@ def main(
 
 
 def _texts(target: str) -> list[list[int]]:
-    """Our own source files, as tokens."""
+    """Return source files of this repository as tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     return [tokenizer(path.read_text()).input_ids for path in SOURCES if path.stat().st_size > 2000]
 
 
 def _prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
-    """Return beginnings of texts, of different lengths."""
+    """Return prompts of different lengths from the beginnings of texts."""
     return [texts[i % len(texts)][: rng.choice(PROMPT_LENGTHS)] for i in range(count)]
 
 
 def _sharing_prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
-    """Return beginnings of texts, each of several prompts in a row, which go on with different pieces of other
-    texts."""
+    """Return prompts that begin with shared prefixes of texts and end with pieces of other texts."""
     prompts = []
     for i in range(count):
         prefix, other = texts[i // NUM_SHARING % len(texts)], texts[-1 - i % len(texts)]
@@ -166,8 +166,7 @@ def _sharing_prompts(texts: list[list[int]], count: int, rng: random.Random) -> 
 
 
 def _complete(pair: PairOptions, rounds: Sequence[Requests], within_s: float) -> list[Completion]:
-    """Return the outputs of the pair's services, round after round; a round's requests begin within `within_s`
-    seconds."""
+    """Return the outputs of the pair's services for each round, whose requests start within `within_s` seconds."""
     with running_pair(pair, "{}") as address:
         with Client(address) as client:
             wait_for_drafters(client)
@@ -208,7 +207,7 @@ def _references(model: Any, requests: Requests) -> list[Reference]:
 
 
 def compare(completions: Sequence[Completion], references: Sequence[Reference]) -> Comparison:
-    """Return the outputs beside the references, one of each."""
+    """Compare outputs to their references."""
     pairs = list(zip(completions, references, strict=True))
     found = [find_parting(i, completion.token_ids, reference) for i, (completion, reference) in enumerate(pairs)]
     partings = [parting for parting in found if parting is not None]
@@ -227,7 +226,7 @@ def compare(completions: Sequence[Completion], references: Sequence[Reference]) 
 
 
 def find_parting(request: int, tokens: tuple[int, ...], reference: Reference) -> Parting | None:
-    """Return where an output differs from transformers', if it does."""
+    """Return the first difference between an output and transformers', if any."""
     for place, (token, expected) in enumerate(zip(tokens, reference.tokens, strict=False)):
         if token != expected:
             logits = reference.logits[place]

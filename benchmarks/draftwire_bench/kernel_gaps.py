@@ -1,12 +1,11 @@
-"""The time between the kernels of a verifier's passes, while a command runs its services.
+"""Records the time between the kernels of a verifier's forward passes while a command runs the services.
 
     python -m draftwire_bench.kernel_gaps [--json FILE] -- draftwire bench serve --concurrency 1,8 ...
 
-Has torch's profiler record 30 steps of each level of load in the verifier's engine process
-(hook/passes.py). Prints, for each record, of the passes that are the same CUDA graph: microseconds of the
-kernels, and from the end of each to the begin of the next; medians over the passes of each sum. Less than 0 where
-launches overlap. A slow host, which makes steps longer, changes neither. What the command measures is no measure then:
-to begin and to end a record takes a moment.
+torch's profiler records 30 steps per level of load in the verifier's engine process (hook/passes.py). For each record,
+prints two medians over the forward passes with the same CUDA graph: the microseconds in kernels, and the microseconds
+between kernels, which are negative if kernels overlap. Neither depends on a slow host, which makes steps longer. The
+command's own measurements are not valid, because starting and stopping the profiler takes time.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from rich.table import Table
 from draftwire_bench.environment import describe
 from draftwire_bench.watched import run_watched
 
-# Fewer kernels of one launch are no pass.
+# A launch with fewer kernels is not a forward pass.
 LEAST_KERNELS = 20
 
 
 class Passes(NamedTuple):
-    """Those of one record; microseconds."""
+    """The forward passes of one record."""
 
     num_passes: int
     num_kernels: int  # of each
@@ -45,7 +44,7 @@ class Passes(NamedTuple):
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(json_path: Path | None, command: tuple[str, ...]) -> None:
-    """Run COMMAND, print the records, and exit with its status."""
+    """Run COMMAND, print the records, and exit with the command's status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_watched(command, "DRAFTWIRE_KERNEL_GAPS", Path(directory))
         found = [(about, passes_of(events)) for about, events in read(Path(directory))]
@@ -71,7 +70,7 @@ def main(json_path: Path | None, command: tuple[str, ...]) -> None:
 
 
 def read(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return a description of each record, in order, and the events of its trace."""
+    """Return the description and the trace's events of each record, in order."""
     paths = sorted(directory.glob("*.about"), key=lambda path: int(path.stem))
     return [
         (json.loads(path.read_text()), json.loads(path.with_suffix(".json").read_text())["traceEvents"])
@@ -80,11 +79,11 @@ def read(directory: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
 
 def passes_of(events: Sequence[Mapping[str, Any]]) -> Passes | None:
-    """Return the passes with the number of kernels that most have; None where no launch has as many as a pass.
+    """Return the passes that have the most frequent number of kernels; None without a pass.
 
     Args:
-        events: Of a trace in Chrome's format; those of the category "kernel" have `ts` and `dur`, microseconds, and
-            `args.correlation`, the same for all kernels of a launch.
+        events: Events of a trace in Chrome's format. Events of the category "kernel" have `ts` and `dur` in
+            microseconds, and `args.correlation`, which is the same for all kernels of a launch.
     """
     launches: dict[int, list[tuple[float, float]]] = {}
     for event in events:
@@ -97,7 +96,7 @@ def passes_of(events: Sequence[Mapping[str, Any]]) -> Passes | None:
     alike = [kernels for kernels in passes if len(kernels) == num_kernels]
     in_kernels = [sum(taken for _, taken in kernels) for kernels in alike]
     whole = [kernels[-1][0] + kernels[-1][1] - kernels[0][0] for kernels in alike]
-    gaps = [all_of_it - inside for all_of_it, inside in zip(whole, in_kernels, strict=True)]
+    gaps = [total - inside for total, inside in zip(whole, in_kernels, strict=True)]
     return Passes(num_passes, num_kernels, statistics.median(in_kernels), statistics.median(gaps))
 
 

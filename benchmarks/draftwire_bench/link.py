@@ -1,7 +1,7 @@
-"""A link to a network namespace with a delay, a rate and a loss of its own.
+"""A link to a network namespace with a configurable delay, rate and loss.
 
-Two TUN devices, one here and one in the namespace, and a process that passes packets between them. It does so on every
-Linux; the kernel's own queueing discipline for that (netem) is often left out.
+A process forwards packets between two TUN devices, one in each namespace. This works on every Linux, whereas the
+kernel's queueing discipline netem is often not available.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Self
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
-# Of virtio: tells how the kernel is to cut what comes after it into packets.
+# The virtio header, which tells the kernel how to segment the packet.
 _HEADER_BYTES = 10
 _MAX_PACKET = _HEADER_BYTES + 65536
-MEASURED_BYTES = 8 << 20  # of a transfer
+MEASURED_BYTES = 8 << 20  # per transfer
 
 
 @dataclass(frozen=True)
 class LinkQuality:
-    """What happens to packets, each way."""
+    """The treatment of packets in each direction."""
 
     delay_s: float = 0.0
     bytes_per_s: float | None = None  # None: no limit
@@ -41,17 +41,17 @@ class LinkQuality:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a TCP connection finds, from here to the namespace."""
+    """The measured quality of a TCP connection to the namespace."""
 
-    round_trip_s: float  # the least of a few, of one byte
-    bytes_per_s: float  # the most of a few transfers
+    round_trip_s: float  # of one byte, the minimum of several
+    bytes_per_s: float  # the maximum of several transfers
 
 
 class Link:
-    """Exists from `__enter__` to `__exit__`.
+    """A link that is closed on exit of the context.
 
     Attributes:
-        address: Of the namespace's end, an IPv4 address.
+        address: IPv4 address of the namespace's end.
         program: Command that runs `draftwire` in the namespace.
     """
 
@@ -59,9 +59,9 @@ class Link:
         """`mtu` is the size of the largest packet, in bytes.
 
         Raises:
-            OSError: Where there are no TUN devices, no `ip` command, or no right to make devices and namespaces.
+            OSError: Without TUN devices, the `ip` command, or permission to create devices and namespaces.
         """
-        # A /30 of the range kept for tests of networks (RFC 2544), another one for each process.
+        # One /30 per process from the range for network benchmarks (RFC 2544).
         net = 4 * (os.getpid() % (1 << 14))
         first, self.address = (f"198.{18 + (net >> 16)}.{net >> 8 & 255}.{(net & 255) + host}" for host in (1, 2))
         name = f"draftwire-{os.getpid()}"
@@ -78,7 +78,7 @@ class Link:
             _run("ip", "-n", name, "address", "add", f"{self.address}/30", "dev", there)
             _run("ip", "-n", name, "link", "set", there, "up", "mtu", str(mtu))
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            # A process of its own: the threads of this one would hold packets up.
+            # A separate process, because threads of this process would delay packets.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "draftwire_bench.link", *map(str, ends)],
                 pass_fds=ends,
@@ -90,7 +90,7 @@ class Link:
             self._close = close.pop_all()
 
     def set(self, quality: LinkQuality) -> int:
-        """Set the treatment of packets from now on, and return the number of packets lost so far."""
+        """Set the treatment of later packets, and return the number of lost packets so far."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(quality)) + "\n")
@@ -98,8 +98,7 @@ class Link:
         return int(self._process.stdout.readline())
 
     def measure(self) -> Reached:
-        """Return how long a byte takes there and back, and how fast many go there: the process between the devices, or
-        the host's cores, may be slower than the rate that is set."""
+        """Measure round trip and throughput, which may be lower than the rate that is set on a slow host."""
         command = [*self._python, "-m", "draftwire_bench.link", "--sink", self.address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sink:
             try:
@@ -107,7 +106,7 @@ class Link:
                 port = int(sink.stdout.readline())
                 with socket.create_connection((self.address, port)) as connection:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    _transfer(connection, MEASURED_BYTES)  # the window has opened then
+                    _transfer(connection, MEASURED_BYTES)  # opens the congestion window
                     round_trip = min(_transfer(connection, 1) for _ in range(20))
                     taken = min(_transfer(connection, MEASURED_BYTES) for _ in range(5)) - round_trip
             finally:
@@ -126,18 +125,18 @@ class Link:
 
 
 class _Direction:
-    """Packets on their way from one device to the other; two threads, since copying a packet takes longest."""
+    """One direction of the link, with two threads because copying packets takes most of the time."""
 
     def __init__(self, source: int, sink: int) -> None:
         self.quality = LinkQuality()
         self.num_lost = 0
         self._source, self._sink = source, sink
-        self._packets: SimpleQueue[tuple[float, bytes]] = SimpleQueue()  # (monotonic time at which it arrives, packet)
+        self._packets: SimpleQueue[tuple[float, bytes]] = SimpleQueue()  # (monotonic time of arrival, packet)
         for run in (self._take, self._deliver):
             threading.Thread(target=run, daemon=True).start()
 
     def _take(self) -> None:
-        free = 0.0  # when all packets before are through
+        free = 0.0  # when all earlier packets are transmitted
         while True:
             packet = os.read(self._source, _MAX_PACKET)
             quality = self.quality
@@ -157,7 +156,7 @@ class _Direction:
 
 
 def _pass_packets(ends: list[int]) -> None:
-    """Until there is no more input: a line with a `LinkQuality` at a time, answered with the number of lost packets."""
+    """Read a `LinkQuality` from each line of the input and print the number of lost packets, until the input ends."""
     directions = (_Direction(*ends), _Direction(*reversed(ends)))
     for line in sys.stdin:
         for direction in directions:
@@ -190,11 +189,11 @@ def _take_in(address: str) -> None:
 
 
 def _open_device(name: str, close: ExitStack) -> int:
-    """File descriptor of a new TUN device, which goes when it is closed."""
+    """Return the file descriptor of a new TUN device, which exists until the descriptor is closed."""
     fd = os.open("/dev/net/tun", os.O_RDWR)
     close.callback(os.close, fd)
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
-    # What a connection sends at once stays together, as network cards take it: a packet at a time takes too long.
+    # Forwards large segments as network cards do, because forwarding single packets is too slow.
     fcntl.ioctl(fd, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return fd
 

@@ -1,14 +1,14 @@
-"""Acceptance before, during and after a move: one of two drafters is ended while greedy requests run.
+"""Acceptance before, during and after a move: one of two drafters stops while greedy requests run.
 
     python -m draftwire_bench.moved_sequences
     python -m draftwire_bench.moved_sequences --by drain
 
-Runs the demo pair on the CPU and prints a table of tokens per verify step, by the number of steps since the kill, or
-the SIGTERM at which the drafter drains, for the sequences that were at that drafter and for the others. The first are
-opened at the other drafter from the features that the verifier has kept; how many tokens were without drafts meanwhile
-is printed too. Acceptance varies with the text: beside each figure is that of a run without a move, over the same
-tokens. There is no draft deadline, so that the table does not tell how fast the machine is. Exit code 1 when an output
-differs from the one without drafts.
+Runs the demo pair on the CPU and prints a table of tokens per verify step by the number of steps since the drafter's
+SIGKILL, or since the SIGTERM that starts its drain, for the sequences of that drafter and for the others. The former
+are opened at the other drafter with the features that the verifier has kept; the number of tokens without drafts is
+printed too. Acceptance varies with the text, so the table also has the same tokens of a run without a move. There is no
+draft deadline, so that the result does not depend on the machine's speed. The exit code is 1 if an output differs from
+the output without drafts.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from draftwire_bench.services import NO_DEADLINE
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CPU = ("--device", "cpu")
 NUM_DRAFTS = 4
-LOGGED = ("--log-format", "json", "--log-level", "debug")  # tells which sequence was opened where
+LOGGED = ("--log-format", "json", "--log-level", "debug")  # logs which sequence is opened at which drafter
 SIGNALS = {"kill": signal.SIGKILL, "drain": signal.SIGTERM}
-# Steps since the end of the drafter, first and past the last, of each row of the table; None is open.
+# Steps since the drafter's end in each row of the table: first, and one past the last; None is unbounded.
 WINDOWS: Sequence[tuple[int | None, int | None]] = ((None, 0), (0, 4), (4, 8), (8, 16), (16, 32), (32, None))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one verify step of a request emitted, and when it was received."""
+    """The tokens of one verify step of a request, and when they arrived."""
 
     at: float  # monotonic s
-    first_token: int  # its place in the output
+    first_token: int  # index in the output
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Run:
-    """All requests at once, by number."""
+    """Outputs and steps of all requests, by number."""
 
     outputs: list[list[int]]
     steps: list[list[Step]]
@@ -111,7 +111,7 @@ def _run(
     half_way: Callable[[], None] = lambda: None,
     num_drafts: int = NUM_DRAFTS,
 ) -> Run:
-    """Run all requests at once, and `half_way` when the first one has half of its tokens."""
+    """Run all requests concurrently, and call `half_way` when the first request has half of its tokens."""
     outputs: list[list[int]] = [[] for _ in range(count)]
     is_half_way = Event()
 
@@ -125,7 +125,7 @@ def _run(
             outputs[number] += chunk.token_ids
             if number == 0 and len(outputs[0]) >= max_tokens // 2:
                 is_half_way.set()
-        return steps[1:]  # the first token is the prompt's
+        return steps[1:]  # the prompt's step emits the first token
 
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(ask, number) for number in range(count)]
@@ -135,7 +135,7 @@ def _run(
 
 
 def _undrafted(client: Client) -> dict[str, int]:
-    """Return the tokens that verify steps have emitted without drafts, by cause."""
+    """Return the number of tokens without drafts by cause."""
     counts = client.info().counters.fallbacks
     return {pb.FallbackCause.Name(one.cause).removeprefix("FALLBACK_CAUSE_").lower(): one.tokens for one in counts}
 

@@ -1,12 +1,11 @@
-"""Every step, plan, message and answer of a verifier's engine, while a command runs its services.
+"""Records every step, plan, message and answer of a verifier's engine while a command runs the services.
 
     python -m draftwire_bench.pacing_record --output record.jsonl.gz -- python -m draftwire_bench.far_drafter ...
 
-Records in the verifier's engine process (hook/pacing.py), one JSON line each: steps as `Drafting` counts
-them; what each drafter's policy chose after a step, with the throughput that it measured; messages to drafters, and
-their answers, with the `number` of the message. Times are the monotonic clock's, which is one for all processes of a
-host, `at` that of the record. Then it prints how many there were in each stretch. The file grows every half second, so
-that a command that is cut off leaves one.
+The verifier's engine process (hook/pacing.py) writes JSON lines: steps as `Drafting` counts them; the choice of each
+drafter's policy after a step with the measured throughput; messages to drafters, and answers with the `number` of the
+message. Times are of the monotonic clock, which all processes of a host share; `at` is the time of the record. Prints
+the number of records in each stretch. The file is written every half second, so an interrupted command leaves a record.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from rich.table import Table
 
 from draftwire_bench.watched import run_watched
 
-# Events further apart than this belong to different stretches, as levels of load do.
+# Events that are further apart belong to different stretches, such as levels of load.
 GAP_S = 0.5
 COLUMNS = ("steps", "plans", "plans with drafts", "messages", "rows", "bytes", "answers")
 
 
 class Stretch(NamedTuple):
-    """What there was between two pauses, by column; monotonic seconds."""
+    """The counts between two pauses by column, and the monotonic times in seconds."""
 
     begin: float
     end: float
@@ -43,7 +42,7 @@ class Stretch(NamedTuple):
 @click.option("--output", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Compressed if .gz.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(output: Path, command: tuple[str, ...]) -> None:
-    """Run COMMAND, record its verifier's pacing, print the number of records, and exit with its status."""
+    """Run COMMAND, record its verifier's pacing, print the number of records, and exit with the command's status."""
     output.write_bytes(b"")
     status = run_watched(command, "DRAFTWIRE_PACING_RECORD", output.resolve())
     table = Table(box=SIMPLE)
@@ -64,7 +63,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def stretches(events: Iterable[Mapping[str, Any]]) -> list[Stretch]:
-    """Return events of some kinds, in order."""
+    """Group events into stretches, in order."""
     found: list[Stretch] = []
     for event in events:
         at, kind = event["at"], event["event"]

@@ -23,16 +23,17 @@ from draftwire.server.parent_watch import PARENT_PIPE, STOP_TIMEOUT_S
 
 START_TIMEOUT_S = 120.0
 POLL_S = 0.02
-LOG_CHARS = 3000  # of a log's beginning and of its end, in an error
+LOG_CHARS = 3000  # of a log's beginning and end in an error
 DRAFTWIRE = (sys.executable, "-m", "draftwire_cli")
 
 _LISTENING = re.compile(r"^listening on (\S+:\d+)$", re.MULTILINE)
 
 
 class ServiceProcess:
-    """A running service. As a context manager it is stopped at the end.
+    """A running service, whose output goes to a log file; as a context manager, stops the service on exit.
 
-    Its output goes to a log file; `address` is what it listens on.
+    Attributes:
+        address: HOST:PORT that the service listens on.
     """
 
     def __init__(
@@ -43,17 +44,17 @@ class ServiceProcess:
         security: ClientSecurity = LOOPBACK,
         program: Sequence[str] = DRAFTWIRE,
     ) -> None:
-        """Starts `draftwire ARGUMENTS` and waits until it is healthy.
+        """Start `draftwire ARGUMENTS` and wait until the service is healthy.
 
         Args:
-            arguments: Of the command line, from the name of the command on.
-            log_path: File that its output is appended to; by default a temporary one, removed by `stop`.
-            timeout_s: Seconds within which it must be healthy.
-            security: How its health is asked for.
-            program: Command that runs `draftwire`, as one that first enters a network namespace.
+            arguments: Arguments of the command line, beginning with the command's name.
+            log_path: File to append the output to; by default a temporary file, which `stop` removes.
+            timeout_s: Seconds until the service must be healthy.
+            security: Security settings for the health check.
+            program: Command that runs `draftwire`, such as one that enters a network namespace first.
 
         Raises:
-            ServerError: With its log, if it ends or is not healthy in time.
+            ServerError: With the log, if the process ends or is not healthy in time.
         """
         self.name = arguments[0]
         self._own_log = log_path is None
@@ -71,7 +72,7 @@ class ServiceProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, PARENT_PIPE: "1", "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone, which then stops its children
+                start_new_session=True,  # a terminal sends Ctrl-C only to the parent, which stops its children
             )
         try:
             deadline = time.monotonic() + timeout_s
@@ -84,7 +85,7 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid
 
     @property
@@ -94,7 +95,7 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     def log_text(self) -> str:
@@ -106,7 +107,7 @@ class ServiceProcess:
             return log.read().decode(errors="replace")
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, as SIGSTOP and SIGCONT for a service that hangs for a while."""
+        """Send a signal, such as SIGSTOP and SIGCONT to suspend the service."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -115,7 +116,7 @@ class ServiceProcess:
         self.wait()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Ask the process to end, kill it after `timeout_s` seconds, and return its exit status."""
+        """Terminate the process, kill it after `timeout_s` seconds, and return the exit status."""
         self._process.terminate()
         try:
             status = self.wait(timeout_s)
@@ -139,7 +140,7 @@ class ServiceProcess:
             self.log_path.unlink()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait up to `timeout_s` seconds (then subprocess.TimeoutExpired) for the end, and return the exit status."""
+        """Wait for the process to end (subprocess.TimeoutExpired after `timeout_s`), and return the exit status."""
         status = self._process.wait(timeout_s)
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -169,7 +170,7 @@ class ServiceProcess:
                 time.sleep(POLL_S)
 
     def check_running(self, grace_s: float = 1.0) -> None:
-        """Raise ServerError with status and log if the process has ended, or ends within `grace_s` seconds."""
+        """Raise ServerError with status and log if the process ends within `grace_s` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(grace_s)
             raise self._failure(f"ended with status {self.returncode}")
@@ -185,7 +186,7 @@ class ServiceProcess:
 
 
 def both_ends(log: str) -> str:
-    """Return a log, without its middle if it is long: the first error is at the start."""
+    """Return a log; a long one without its middle, because the first error is at the start."""
     if len(log) <= 2 * LOG_CHARS:
         return log
     return f"{log[:LOG_CHARS]}\n[{len(log) - 2 * LOG_CHARS} characters]\n{log[-LOG_CHARS:]}"
@@ -200,7 +201,7 @@ def start_drafter(
     security: ClientSecurity = LOOPBACK,
     program: Sequence[str] = DRAFTWIRE,
 ) -> ServiceProcess:
-    """Return a drafter on a free local port; `extra` arguments come last, so that they override (`--listen`)."""
+    """Start a drafter on a free local port; `extra` arguments override others, such as `--listen`."""
     arguments = ["drafter", "--head", str(head), "--target", str(target), "--listen", "127.0.0.1:0", *extra]
     return ServiceProcess(arguments, log_path, timeout_s, security, program)
 
@@ -213,7 +214,7 @@ def start_verifier(
     timeout_s: float = START_TIMEOUT_S,
     security: ClientSecurity = LOOPBACK,
 ) -> ServiceProcess:
-    """Return a verifier on a free local port, with drafters at the addresses given; `extra` arguments come last."""
+    """Start a verifier with `drafters` on a free local port; `extra` arguments override others."""
     pool = ["--drafters", ",".join(drafters)] if drafters else []
     arguments = ["verifier", "--target", str(target), *pool, "--listen", "127.0.0.1:0", *extra]
     return ServiceProcess(arguments, log_path, timeout_s, security)

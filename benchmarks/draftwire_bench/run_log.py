@@ -1,8 +1,8 @@
-"""Write the run log: one table row for each result file of benchmarks/results, newest first.
+"""Writes the run log: a table with one row per result file in benchmarks/results, newest first.
 
-usage: python -m draftwire_bench.run_log [--check]
+    python -m draftwire_bench.run_log [--check]
 
-Writes benchmarks/results/README.md. --check writes nothing and exits with status 1 if that file is out of date.
+Writes benchmarks/results/README.md. --check only exits with status 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Return the row of one result file; fields that older files lack are empty."""
+    """Return the row of one result file; fields that an older file lacks are empty."""
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return Run(
         date=str(result.get("date", ""))[:10],
@@ -58,7 +58,7 @@ def read_run(path: Path) -> Run:
 
 
 def describe_machine(result: Mapping[str, Any]) -> str:
-    """Return "2 x NVIDIA H200, 32 cores"; a GPU's driver version is left out."""
+    """Return the machine without driver versions, such as "2 x NVIDIA H200, 32 cores"."""
     machine = result.get("machine")
     if not machine:
         return str(result.get("device", ""))
@@ -68,7 +68,7 @@ def describe_machine(result: Mapping[str, Any]) -> str:
 
 
 def benchmark_name(command: str) -> str:
-    """Return the part of a command that names the benchmark, as "bench serve" or "far_drafter"; empty if none does."""
+    """Return the benchmark's name in a command, such as "bench serve" or "far_drafter"; empty without one."""
     words = command.split()
     if words[:2] == ["draftwire", "bench"]:
         return " ".join(words[1:3])
@@ -76,7 +76,7 @@ def benchmark_name(command: str) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """Return the figures that sum a result up; empty for results that are tables themselves."""
+    """Return the main figures of a result; empty for results that are tables."""
     if "levels" in result:
         return _serving(result["levels"])
     if "identical" in result:
@@ -95,7 +95,7 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def _module(word: str) -> str:
-    # `python -m draftwire_bench.forward`, or `python -m draftwire_bench.forward` in older files.
+    # `python -m draftwire_bench.forward`, or `python benchmarks/forward.py` in older files.
     if word.endswith(".py"):
         return Path(word).stem
     return word.rpartition(".")[2] if word.startswith(("benchmarks.", "draftwire_bench.")) else ""
@@ -125,7 +125,7 @@ def _pass_time(batch: Mapping[str, Any]) -> str:
 
 
 def render(directory: Path) -> str:
-    """Return the whole page for the result files of a directory."""
+    """Return the page for the result files of a directory."""
     runs = [read_run(path) for path in directory.glob("*.json")]
     runs.sort(key=lambda run: (run.date, run.file), reverse=True)
     return HEADER + "".join(run.row() + "\n" for run in runs)
@@ -133,7 +133,7 @@ def render(directory: Path) -> str:
 
 def main(arguments: list[str] | None = None, directory: Path = RESULTS) -> int:
     """Write or check the page; return the exit status."""
-    parser = argparse.ArgumentParser(description="Write benchmarks/results/README.md from the result files beside it.")
+    parser = argparse.ArgumentParser(description="Write benchmarks/results/README.md from the result files.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
     options = parser.parse_args(arguments)
     page, text = directory / "README.md", render(directory)

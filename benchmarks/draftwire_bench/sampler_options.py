@@ -1,8 +1,8 @@
-"""What requests' options add to the sampling of a step: `python -m draftwire_bench.sampler_options --device cuda:0`.
+"""The cost of sampling options in a step: `python -m draftwire_bench.sampler_options --device cuda:0`.
 
-Each line is one verify step of all requests through `TokenSampler`, launch and finish, host and device: the median of
-many steps, and what it adds to a step in percent. `--step-ms` is the time of a whole step of the target (8.4 ms: 32
-requests of the Llama-3.1-8B shape on an H200, docs/operations.md).
+Each line is the median time of one verify step of all requests with `TokenSampler` (launch and finish, host and
+device), and the share that the options add to a step. `--step-ms` is the time of a whole step of the target (8.4 ms:
+32 requests of the Llama-3.1-8B shape on an H200, docs/operations.md).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_rows(requests: Sequence[Request], vocab_size: int) -> list[ScheduledRow
 
 @torch.inference_mode()
 def step_ms(requests: list[Request], logits: torch.Tensor) -> float:
-    """Return the median time of a step's sampling, milliseconds."""
+    """Return the median milliseconds of a step's sampling."""
     config = speculative_config_from_mapping({"num_speculative_tokens": NUM_DRAFTS})
     sampler = TokenSampler(config, logits.shape[1], frozenset(), len(requests), logits.device)
     taken = []
@@ -92,7 +92,7 @@ def step_ms(requests: list[Request], logits: torch.Tensor) -> float:
 @click.option("--vocab-size", default=128256, show_default=True)
 @click.option("--step-ms", "whole_ms", default=8.4, show_default=True, help="Time of a whole step, milliseconds.")
 def main(device: str, dtype: str, num_requests: int, vocab_size: int, whole_ms: float) -> None:
-    """Time the sampling of a step under each of some options."""
+    """Time the sampling of a step with each set of options."""
     generator = torch.Generator(device).manual_seed(0)
     num_rows = num_requests * (NUM_DRAFTS + 1)
     logits = torch.randn(num_rows, vocab_size, device=device, generator=generator).mul(2).to(getattr(torch, dtype))

@@ -1,10 +1,10 @@
-"""What a graph of kernels takes once a second stream of the process has been used.
+"""The time of a graph of kernels after the process has used a second stream.
 
     python -m draftwire_bench.second_stream [--kernels 320] [--times 60] [--json FILE]
 
-A graph of small products and sums is replayed and timed; then again, after something was launched on a second stream
-before each of `--times` replays. Each row is a process of its own, for what changes stays as long as the process.
-Microseconds a kernel.
+A graph of small matrix products and sums is replayed and timed, before and after `--times` replays that each follow a
+launch on a second stream. Each row is a new process, because the effect lasts as long as the process. Times are
+microseconds per kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from draftwire_bench.gpu_time import DEVICE, capture, graph_time
 
 NUM_VALUES, WIDTH = 2**16, 2048
 NUM_BYTES = 2**20
-# A GPU that was idle takes some tenths of a second to be as fast as it will be.
+# An idle GPU needs some tenths of a second to reach its full clock rate.
 WARM_UP_S = 0.8
 
 
 class Buffers(NamedTuple):
-    """[NUM_BYTES] uint8 each: pinned memory, and two of the GPU."""
+    """One buffer in pinned memory and two on the GPU, [NUM_BYTES] uint8 each."""
 
     host: torch.Tensor
     here: torch.Tensor
@@ -40,11 +40,11 @@ class Buffers(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is launched on the second stream."""
+    """A launch on the second stream."""
 
     launch: Callable[[Buffers], object]
     waits: bool = False  # each stream waits for the other
-    alone: bool = False  # while nothing else runs
+    alone: bool = False  # the GPU is idle otherwise
 
 
 def _to_host(buffers: Buffers) -> None:
@@ -69,14 +69,14 @@ CASES = {
 
 
 @click.command()
-@click.option("--kernels", default=320, show_default=True, type=click.IntRange(2), help="In the graph, an even number.")
-@click.option("--times", default=60, show_default=True, type=click.IntRange(1), help="That the stream is used.")
+@click.option("--kernels", default=320, show_default=True, type=click.IntRange(2), help="In the graph; even.")
+@click.option("--times", default=60, show_default=True, type=click.IntRange(1), help="Uses of the second stream.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 def main(kernels: int, times: int, json_path: Path | None) -> None:
     """Measure and print."""
     if not torch.cuda.is_available():
         raise click.ClickException("this measures a GPU")
-    table = Table("on the second stream", "before", "after", "more", title="microseconds a kernel")
+    table = Table("on the second stream", "before", "after", "more", title="microseconds per kernel")
     found = {}
     for name in CASES:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -89,8 +89,7 @@ def main(kernels: int, times: int, json_path: Path | None) -> None:
 
 
 def measure(name: str, pairs: int, times: int) -> tuple[float, float]:
-    """Return the microseconds a kernel of a graph of `pairs` sums and products, before the second stream is used in the
-    way of that case and after."""
+    """Return microseconds per kernel of a graph of `pairs` sums and products, before and after the case's launches."""
     values = torch.zeros(NUM_VALUES, device=DEVICE)
     weight = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=DEVICE)
     rows = torch.randn(5, WIDTH, dtype=torch.bfloat16, device=DEVICE)

@@ -1,14 +1,14 @@
-"""Which of transformers' causal language models the verifier serves, and whether as transformers computes them.
+"""Checks which of transformers' causal language models the verifier serves, and whether the logits are transformers'.
 
     python -m draftwire_bench.served_targets --json served-targets.json
     python -m draftwire_bench.served_targets --device cuda:0 --processes 10 --json served-targets-gpu.json
 
-Each type of model is made small, with random weights, and given sequences bit by bit: prompts, rows of several drafts,
-rows that come again. Its logits, and the states that enter its layers, which features are made of, must be those of
-transformers' own forward pass in float32 on the CPU. On a GPU it is compiled and runs as CUDA graphs, as in a verifier.
-Models with experts are served there in bfloat16 alone: the median row may be twice as far from float32 as transformers'
-own in bfloat16. Types that cannot be made small from these sizes are told apart from those that the verifier refuses.
-Exit code 1 when one is served with others, or fails with anything but a refusal.
+Creates a small model of each type with random weights and computes sequences in steps: prompts, rows of several drafts,
+and rows that are computed again. Its logits and the states that enter its layers, which are the features, must be those
+of transformers' forward pass in float32 on the CPU. On a GPU the model is compiled and runs as CUDA graphs, as in a
+verifier. Models with experts are served on a GPU only in bfloat16; their median row may differ from float32 by twice
+the difference of transformers' bfloat16. Types that cannot be created with these sizes are listed separately from types
+that the verifier refuses. The exit code is 1 if a type is served with other logits or fails without a refusal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from verifier_service.host.ranks import end_with_parent
 from verifier_service.target.runner import start_runner
 from verifier_service.target.target import Target, has_experts, load_target
 
-# Of every type that has such fields, so that its layers are small; a window shorter than the sequences, few experts.
+# Fields of the configuration, set if a type has them: small layers, few experts, a window shorter than the sequences.
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
     "vocab_size_per_layer_input": 90,
@@ -72,7 +72,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Of attention whose keys and values are made from one latent: as many KV heads as heads.
+# The same for latent attention, which has as many KV heads as heads.
 LATENT_SIZES = {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
@@ -82,16 +82,15 @@ LATENT_SIZES = {
     "v_head_dim": 12,
 }
 MOST_PARAMETERS = 20_000_000
-# In float32: the largest difference of a logit or of a state's element, over the largest of them.
+# In float32: the largest difference of a logit or a state's element, relative to the largest of them.
 TOLERANCE = 1e-4
-# In bfloat16: the median row's difference, over that of transformers' own. Not the root mean square, which is that of
-# the few rows where rounding has chosen another expert: of correct targets on a CPU it was 0.06 to 10 times theirs, and
-# the median row at most 1.4 times.
+# In bfloat16: the median row's difference, relative to that of transformers' bfloat16. The root mean square depends on
+# the few rows where rounding selects another expert: for correct targets on a CPU it was 0.06 to 10 times that of
+# transformers, the median row's difference at most 1.4 times.
 ROUNDING = 2.0
 LENGTHS = (30, 21)
 BLOCKS = ([1, 2], [3, 4])
-# (sequence, first row, rows) of each step: prompts, one row beside several, one each, rows that were refused and come
-# again.
+# (sequence, first row, rows) of each step: prompts, one row and several, one row each, rows that are computed again.
 STEPS = [
     [(0, 0, 12), (1, 0, 9)],
     [(0, 12, 1), (1, 9, 11)],
@@ -99,26 +98,26 @@ STEPS = [
     [(0, 13, 8), (1, 20, 1)],
     [(0, 16, 14)],
 ]
-MOST_ROWS, NUM_DRAFTS = 32, 7  # of prompts in a step; of a sequence that decodes
-ROUNDS = 8  # through the steps, each with sequences of its own
+MOST_ROWS, NUM_DRAFTS = 32, 7  # prompt rows in a step; drafts of a sequence
+ROUNDS = 8  # of the steps, each with new sequences
 CPU = torch.device("cpu")
-TYPES_A_PROCESS = 8  # some types take much memory even when they are not used
+TYPES_A_PROCESS = 8  # some types leak memory
 SERVED, OTHERS, REFUSED, NOT_MADE, FAILED = "served", "served with others", "refused", "not made", "failed"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one type of model."""
+    """The outcome of one type of model."""
 
     model_type: str
-    dtype: str  # that it was tried in; "" when it was not made
+    dtype: str  # "" if no model was created
     outcome: str
-    detail: str  # why, or the differences
+    detail: str  # the reason, or the differences
 
 
 @click.command()
-@click.option("--device", "device_name", default="cpu", show_default=True, help="Of the verifier, such as cuda:0.")
-@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Types tried at once.")
+@click.option("--device", "device_name", default="cpu", show_default=True, help="Verifier's device, such as cuda:0.")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Types tried in parallel.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 @click.argument("model_types", nargs=-1)
 def main(device_name: str, processes: int, json_path: Path | None, model_types: tuple[str, ...]) -> None:
@@ -140,16 +139,16 @@ def main(device_name: str, processes: int, json_path: Path | None, model_types: 
         result = describe() | {"device": str(device), "findings": [asdict(one) for one in found]}
         json_path.write_text(json.dumps(result, indent=1) + "\n")
     if counts[OTHERS] or counts[FAILED]:
-        raise click.ClickException("a model is served with others than transformers' logits, or not refused by name")
+        raise click.ClickException("a model is served with other logits than transformers', or fails without a refusal")
 
 
 def try_in_process(model_type: str, device: torch.device) -> Finding:
-    """Try a model type, and free its memory."""
+    """Try a model type and free its memory."""
     finding = try_type(model_type, device)
     gc.collect()
     if device.type == "cuda":
-        torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
-        torch.cuda.synchronize(device)  # raises what a refusal may have been made of: an error that is here to stay
+        torch.compiler.reset()  # torch refuses to compile more than eight models in a process
+        torch.cuda.synchronize(device)  # raises a persistent CUDA error, which may have caused a refusal
         torch.cuda.empty_cache()
     return finding
 
@@ -160,8 +159,8 @@ def try_all(
     processes: int,
     attempt: Callable[[str, torch.device], Finding] = try_in_process,
 ) -> list[Finding]:
-    """Try each model type by `attempt`, in a process that may die and is replaced."""
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts one more for every core
+    """Try each model type with `attempt` in child processes, which are replaced when they die."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # by default each process starts one more per core
     spawn = multiprocessing.get_context("spawn")
     idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
 
@@ -173,9 +172,9 @@ def try_all(
         process = idle.get()
         try:
             finding = process.submit(attempt, model_type, device).result()
-        except Exception as error:  # it has died, or no other type can be tried in it
+        except Exception as error:  # the process has died or is broken
             finding = Finding(model_type, "", FAILED, _first_line(error))
-        # An error of CUDA stays in its process; torch's generator believes to be captured after a capture that failed.
+        # A CUDA error persists in its process, and so does the state of torch's generator after a failed capture.
         if finding.outcome in (FAILED, REFUSED):
             process.shutdown()
             start()
@@ -204,7 +203,7 @@ def try_type(model_type: str, device: torch.device = CPU) -> Finding:
         try:
             dtype = save_small(model_type, directory, device)
             exact = compute(directory, torch.float32, CPU)
-        except Exception as error:  # of many kinds, where sizes do not fit the type
+        except Exception as error:  # various kinds, if the sizes do not fit the type
             return Finding(model_type, "", NOT_MADE, _first_line(error))
         try:
             served = serve(load_target(directory, model_type, dtype, device))
@@ -213,11 +212,11 @@ def try_type(model_type: str, device: torch.device = CPU) -> Finding:
                 is_served, detail = difference < TOLERANCE, f"{difference:.1e}"
             else:
                 ours, own = worst_rounding(served, compute(directory, dtype, device), exact)
-                is_served, detail = ours <= ROUNDING * own, f"{ours:.1e}, transformers' own {own:.1e}"
+                is_served, detail = ours <= ROUNDING * own, f"{ours:.1e}, transformers' {own:.1e}"
             outcome = SERVED if is_served else OTHERS
         except CheckpointError as error:
             outcome, detail = REFUSED, _first_line(error)
-        except Exception as error:  # whatever it is, it is what this program looks for
+        except Exception as error:  # any failure without a refusal is a finding
             outcome, detail = FAILED, _first_line(error)
     return Finding(model_type, str(dtype).removeprefix("torch."), outcome, detail)
 
@@ -245,10 +244,10 @@ def save_small(model_type: str, directory: Path, device: torch.device) -> torch.
 
 
 class Rows(NamedTuple):
-    """What a step of T rows computes, in float32 on the CPU; logits of every second one."""
+    """The result of a step of T rows, float32 on the CPU."""
 
-    logits: Tensor  # [(T + 1) / 2, vocab_size]
-    states: Tensor  # [T, num_layers * hidden_size]: what enters the layers
+    logits: Tensor  # [(T + 1) / 2, vocab_size], of every second row
+    states: Tensor  # [T, num_layers * hidden_size], the layers' inputs
 
 
 def _rounds() -> list[list[Tensor]]:
@@ -262,7 +261,7 @@ def _rounds() -> list[list[Tensor]]:
 
 @torch.inference_mode()
 def compute(directory: Path, dtype: torch.dtype, device: torch.device) -> list[Rows]:
-    """Return every round's steps by transformers' own model, from whole sequences."""
+    """Return the steps of all rounds, computed by transformers' model from whole sequences."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     model.to(device).eval()
     entering: list[Tensor] = []
@@ -286,7 +285,7 @@ def compute(directory: Path, dtype: torch.dtype, device: torch.device) -> list[R
 
 
 def serve(target: Target) -> list[Rows]:
-    """Return every round's steps by the verifier's target."""
+    """Return the steps of all rounds, computed by the verifier's target."""
     if target.device.type == "cuda":
         target.compile()
     runner = start_runner(target, 5, len(LENGTHS), NUM_DRAFTS, MOST_ROWS)
@@ -306,16 +305,15 @@ def serve(target: Target) -> list[Rows]:
 
 
 def largest_difference(found: Sequence[Rows], expected: Sequence[Rows]) -> float:
-    """Return the largest difference of any element, over the largest of its step's; NaN where there is one."""
+    """Return the largest difference of an element relative to the step's largest element; NaN if any is NaN."""
     pairs = zip(chain.from_iterable(found), chain.from_iterable(expected), strict=True)
     return float(torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max())
 
 
 def worst_rounding(served: Sequence[Rows], own: Sequence[Rows], exact: Sequence[Rows]) -> tuple[float, float]:
-    """Return the differences from the exact values, of what is served and of transformers' own: of the step, and of its
-    logits or its states, where the first are the most times the second."""
+    """Return the served and transformers' differences from the exact values where their ratio is largest."""
     ours, theirs = _roundings(served, exact), _roundings(own, exact)
-    worst = (ours / theirs).argmax()  # NaN where there is one
+    worst = (ours / theirs).argmax()  # NaN if any is NaN
     return float(ours[worst]), float(theirs[worst])
 
 

@@ -1,4 +1,4 @@
-"""The services that are measured: running ones, or ones started for the measurement."""
+"""Starts the services for a measurement, and waits for drafters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from draftwire.contract.errors import DraftwireError, ServerError
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 
-# Loading a large target, compiling it and capturing its graphs take their time.
+# Loading a large target, compilation and graph capture take long.
 START_TIMEOUT_S = 900.0
 DRAFTER_TIMEOUT_S = 60.0
-# A step waits for its drafts however long they take: a slow machine is measured, not its deadline.
+# Steps wait for their drafts without a deadline, so that a slow machine is measured with drafts.
 NO_DEADLINE = ("--draft-deadline-ms", "off")
 
 
 @dataclass(frozen=True)
 class PairOptions:
-    """How both services are started; the arguments are further ones of their command lines and come last."""
+    """Options of both services; the arguments are appended to their command lines and override others."""
 
     target: str
     head: str
@@ -33,7 +33,7 @@ class PairOptions:
     drafter_arguments: Sequence[str] = ()
 
     def with_room_for(self, num_requests: int) -> PairOptions:
-        """Return the same settings with room for `count` requests, unless the arguments say otherwise."""
+        """Return the same options with --max-num-seqs, which the arguments may override."""
         room = ["--max-num-seqs", str(num_requests)]
         return replace(
             self,
@@ -42,19 +42,19 @@ class PairOptions:
         )
 
     def shared(self, device: str | None) -> list[str]:
-        """Return the arguments that both services take."""
+        """Return the arguments for either service."""
         place = [] if device is None else ["--device", device]
         return [*place, "--dtype", self.dtype, "--load-format", self.load_format, "--log-level", "warning"]
 
 
 def drafter_process(options: PairOptions) -> ServiceProcess:
-    """Return a drafter of the pair."""
+    """Start a drafter of the pair."""
     arguments = [*options.shared(options.drafter_device), *options.drafter_arguments]
     return start_drafter(options.head, options.target, *arguments, timeout_s=START_TIMEOUT_S)
 
 
 def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_config: str) -> ServiceProcess:
-    """Return a verifier of the pair with the drafters at those addresses."""
+    """Start a verifier of the pair with the drafters at these addresses."""
     arguments = [*options.shared(options.verifier_device), *NO_DEADLINE, "--speculative-config", speculative_config]
     return start_verifier(
         options.target, drafters, *arguments, *options.verifier_arguments, timeout_s=START_TIMEOUT_S
@@ -63,10 +63,10 @@ def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_
 
 @contextmanager
 def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]:
-    """Run a verifier with one drafter while the context lasts; yields the verifier's address.
+    """Run a verifier with one drafter and yield the verifier's address.
 
     Raises:
-        ServerError: With its log, where the context fails because a service has ended by itself.
+        ServerError: With the service's log, if the context fails because a service has ended.
     """
     with (
         drafter_process(options) as drafter,
@@ -81,10 +81,10 @@ def running_pair(options: PairOptions, speculative_config: str) -> Iterator[str]
 
 
 def wait_for_drafters(client: Client, timeout_s: float = DRAFTER_TIMEOUT_S) -> pb.GetVerifierInfoResponse:
-    """Wait until each drafter of a verifier is ready, and return what it serves.
+    """Wait until all drafters of a verifier are ready, and return the verifier's description.
 
     Raises:
-        ServerError: If one is refused, or is not ready in time.
+        ServerError: If a drafter is refused or not ready in time.
     """
     deadline = time.monotonic() + timeout_s
     while True:

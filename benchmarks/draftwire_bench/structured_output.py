@@ -1,12 +1,12 @@
-"""What structured output costs: throughput of one pair without and with a JSON Schema, in turns.
+"""The cost of structured output: throughput of one pair without and with a JSON Schema, alternately.
 
     python -m draftwire_bench.structured_output --target benchmarks/shapes/llama-3.1-8b \\
         --head benchmarks/shapes/llama-3.1-8b-eagle3 --load-format dummy --dtype bfloat16 \\
         --verifier-device cuda:0 --drafter-device cuda:0 --concurrency 32 --rounds 2
 
-A target's directory without a tokenizer gets one: pieces of JSON and random words, as many as the target has tokens.
-With random weights a drafter's tokens leave structure at once. Texts have no end in the default schema, so that drafts
-stay inside; the acceptance of synthetic drafts is printed beside the throughput.
+A target without a tokenizer gets one with pieces of JSON and random words, as many as the target has tokens. Random
+weights make drafts that violate most schemas at once; strings of the default schema are unbounded, so that drafts stay
+valid. The acceptance length of synthetic drafts is printed with the throughput.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 @contextmanager
 def with_tokenizer(target: str) -> Iterator[str]:
-    """The target's directory; without a tokenizer, a copy of its files that has one."""
+    """Yield the target's directory, or a copy with a tokenizer if the directory has none."""
     directory = resolve_directory(target)
     if has_tokenizer(directory):
         yield str(directory)
@@ -84,14 +84,14 @@ def _prompts(length: int, seed: int, info: pb.GetVerifierInfoResponse) -> Iterat
 
 @click.command()
 @pair_options
-@click.option("--concurrency", default=32, show_default=True, help="Requests in flight.")
-@click.option("--rounds", default=2, show_default=True, help="Of all four measurements.")
-@click.option("--prompt-tokens", default=256, show_default=True, help="Of each request.")
-@click.option("--output-tokens", default=400, show_default=True, help="Of each request.")
-@click.option("--json-schema", type=click.Path(exists=True, path_type=Path), help="File.  [default: one without ends]")
+@click.option("--concurrency", default=32, show_default=True, help="Concurrent requests.")
+@click.option("--rounds", default=2, show_default=True, help="Rounds of all four measurements.")
+@click.option("--prompt-tokens", default=256, show_default=True, help="Tokens per prompt.")
+@click.option("--output-tokens", default=400, show_default=True, help="Tokens per output.")
+@click.option("--json-schema", type=click.Path(exists=True, path_type=Path), help="File.  [default: an endless array]")
 @click.option("--speculative-config", default=SYNTHETIC, show_default=True, help="Of the verifier.")
 def main(json_schema: Path | None, concurrency: int, rounds: int, speculative_config: str, **given: Any) -> None:
-    """Print output tokens per second of the steady state, drafts accepted in a step, and both as ratios."""
+    """Print output tokens per second of the steady state with and without a schema, their ratio, and acceptance."""
     schema = SCHEMA if json_schema is None else json.loads(json_schema.read_text(encoding="utf-8"))
     prompt_tokens, output_tokens = given.pop("prompt_tokens"), given.pop("output_tokens")
     pair = pair_from(given)

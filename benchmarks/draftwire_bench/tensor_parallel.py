@@ -1,16 +1,16 @@
-"""Step time of a target on one GPU and split over several of one host, and that the split one is right on these GPUs.
+"""Step time of a target on one GPU and on several GPUs of a host, after a check of the output on several GPUs.
 
     python -m draftwire_bench.tensor_parallel --json benchmarks/results/tensor-parallel-h200-8b.json
 
-The 8B shape with random weights in bfloat16, on 1 GPU and on 2, each in a process of its own: what the start takes, and
-for each batch BxQ (B sequences with Q rows each after --context others) the step through the verifier's runner, CUDA
-graphs and workers included, many back to back and alone.
+Measures the 8B shape with random bfloat16 weights on 1 GPU and on 2, each in a new process: the time of the start, and
+for each batch BxQ (B sequences with Q rows each after --context rows) the step with the verifier's runner, including
+CUDA graphs and workers, back to back and single.
 
-Before that, with the demo pair in float32 and both services: greedy output on 2 GPUs is that on 1, a verifier that is
-asked to end exits with status 0, one that loses a rank ends too. Exit code 1 when any of it does not hold; the file is
-written after each part. `--device cpu --target models/demo/target --batches 1x1,2x5` tries it without GPUs.
+The checks run first, with the demo pair in float32 and both services: greedy output on 2 GPUs equals that on 1, a
+verifier exits with status 0 on SIGTERM, and a verifier that loses a rank ends. The exit code is 1 if a check fails; the
+file is written after each part. `--device cpu --target models/demo/target --batches 1x1,2x5` runs without GPUs.
 
-It takes about as long as five starts of a verifier that compile; `--no-checks` and `--no-steps` do one half each.
+The run takes about as long as five starts of a verifier with compilation; `--no-checks` and `--no-steps` skip one half.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from verifier_service.target.tensor_parallel import ALONE
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 MAX_NUM_SEQS = 64
 NUM_DRAFTS = 4
-MEASURED = "measured: "  # the line of a child process that holds its result
-# Longest that one size may take, compiling included, and one start of a service in the checks.
+MEASURED = "measured: "  # prefix of the line with a child process's result
+# Timeouts of one size with compilation, of a service's start in the checks, and of its end.
 MEASURE_TIMEOUT_S = 240.0
 START_TIMEOUT_S = 200.0
 END_TIMEOUT_S = 40.0
 
 
 @click.command()
-@click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True, help="With a config.json.")
-@click.option("--device", default="cuda:0", show_default=True, help="The first GPU.")
+@click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True)
+@click.option("--device", default="cuda:0", show_default=True, help="First GPU.")
 @click.option("--sizes", default="1,2", show_default=True, help="Numbers of GPUs.")
 @click.option("--batches", default=BATCHES, show_default=True)
-@click.option("--context", default=512, show_default=True, help="Rows of each sequence before the step.")
-@click.option("--checks/--no-checks", default=True, show_default=True, help="Whether the output is compared first.")
-@click.option("--steps/--no-steps", default=True, show_default=True, help="Whether steps are timed.")
+@click.option("--context", default=512, show_default=True, help="Rows per sequence before the step.")
+@click.option("--checks/--no-checks", default=True, show_default=True, help="Compare the output first.")
+@click.option("--steps/--no-steps", default=True, show_default=True, help="Time the steps.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 @click.option("--measure", type=int, hidden=True, help="Only this size, in this process.")
 def main(
@@ -84,7 +84,7 @@ def main(
     """Check, measure and print."""
     if measure is not None:
         print(MEASURED + json.dumps(_measure(target, device, measure, batches, context)), flush=True)
-        os._exit(0)  # as `Workers.close` says
+        os._exit(0)  # see `Workers.close`
     console = Console(width=120)
     result: dict[str, Any] = {**describe(), "target": target.name, "context": context, "sizes": {}}
     failures: list[str] = []
@@ -110,7 +110,7 @@ def main(
 
 
 def _measure_apart(target: Path, device: str, size: int, batches: str, context: int) -> dict[str, Any]:
-    """`_measure` in a process of its own, so that every size finds empty GPUs."""
+    """Run `_measure` in a new process, so that the GPUs' memory is free."""
     command = [sys.executable, "-m", "draftwire_bench.tensor_parallel", "--measure", str(size), "--target", str(target)]
     command += ["--device", device, "--batches", batches, "--context", str(context)]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=MEASURE_TIMEOUT_S)
@@ -157,7 +157,7 @@ def _measure(target: Path, device_name: str, size: int, batches: str, context: i
 
 
 def _time(run: Callable[[], object], wait: Callable[[], None], repeats: int, rounds: int) -> float:
-    """Return the milliseconds of one of `repeats` runs back to back; median of `rounds`."""
+    """Return the milliseconds of a run, of `repeats` back to back; the median of `rounds`."""
     times = []
     for _ in range(rounds + 3):
         wait()
@@ -170,7 +170,7 @@ def _time(run: Callable[[], object], wait: Callable[[], None], repeats: int, rou
 
 
 def _check(device: str, failures: list[str]) -> dict[str, Any]:
-    """Measure the services on 1 GPU and on 2; failed checks are added to `failures`."""
+    """Check the services on 1 GPU and on 2; append failed checks to `failures`."""
     checks: dict[str, Any] = {"prompts": len(PROMPTS)}
     outputs: dict[int, list[tuple[int, ...]]] = {}
     with _drafter(device) as drafter:
@@ -182,17 +182,17 @@ def _check(device: str, failures: list[str]) -> dict[str, Any]:
                     checks[f"exit_status_of_{size}"] = verifier.stop(END_TIMEOUT_S)
                     checks[f"end_of_{size}_s"] = time.monotonic() - began
                 if checks[f"exit_status_of_{size}"] != 0:
-                    failures.append(f"a verifier of {size} GPUs that was asked to end did not exit with status 0")
+                    failures.append(f"a verifier on {size} GPUs did not exit with status 0 on SIGTERM")
             except DraftwireError as error:
                 failures.append(f"the services on {size} GPUs: {error}")
         try:
             checks["end_after_a_lost_rank_s"] = _lose_rank(device, drafter.address)
         except (DraftwireError, subprocess.TimeoutExpired) as error:
-            failures.append(f"a verifier of 2 GPUs that lost a rank: {error}")
+            failures.append(f"a verifier on 2 GPUs that lost a rank: {error}")
     if len(outputs) == 2:
         checks["identical_outputs"] = sum(one == other for one, other in zip(outputs[1], outputs[2], strict=True))
         if checks["identical_outputs"] < len(PROMPTS):
-            failures.append("greedy output on 2 GPUs is not that on 1")
+            failures.append("greedy output on 2 GPUs differs from that on 1")
     return checks
 
 
@@ -208,7 +208,7 @@ def _verifier(device: str, size: int, drafter: str) -> ServiceProcess:
 
 
 def _complete(verifier: ServiceProcess) -> tuple[list[tuple[int, ...]], int]:
-    """Return the tokens of all prompts, sent at once, and the number of accepted drafts."""
+    """Complete all prompts concurrently; return their tokens and the number of accepted drafts."""
     with Client(verifier.address) as client, ThreadPoolExecutor() as pool:
         wait_for_drafters(client)
         asked = [pool.submit(client.complete, prompt, temperature=0.0, max_tokens=96) for prompt in PROMPTS]
@@ -217,7 +217,7 @@ def _complete(verifier: ServiceProcess) -> tuple[list[tuple[int, ...]], int]:
 
 
 def _lose_rank(device: str, drafter: str) -> float:
-    """Return the seconds in which a busy verifier of two ranks ends after its second rank was killed."""
+    """Kill the second rank of a busy verifier; return the seconds until the verifier ends."""
     with _verifier(device, 2, drafter) as verifier, Client(verifier.address) as client:
         rank = _second_rank(verifier.pid)
         output = client.generate(PROMPTS[0], temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -229,10 +229,10 @@ def _lose_rank(device: str, drafter: str) -> float:
 
 
 def _second_rank(verifier: int) -> int:
-    """Return the second rank's process: the last spawned descendant of the verifier's process."""
+    """Return the second rank's process id: the last spawned descendant of the verifier's process."""
     spawned: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             if b"spawn_main" in (path / "cmdline").read_bytes():
                 spawned[int((path / "stat").read_text().rpartition(")")[2].split()[1])] = int(path.name)
     last = verifier
@@ -244,7 +244,7 @@ def _second_rank(verifier: int) -> int:
 
 
 def _print(sizes: dict[int, dict[str, Any]], console: Console) -> None:
-    table = Table(title="milliseconds a step, back to back (alone)")
+    table = Table(title="milliseconds per step, back to back (single)")
     table.add_column("sequences x rows", justify="right")
     for size in sizes:
         table.add_column(f"{size} GPU" + "s" * (size > 1), justify="right")

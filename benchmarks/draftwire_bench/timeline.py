@@ -1,12 +1,12 @@
-"""Where the time between two passes goes: what both engines' threads do from a step's tokens to the next step.
+"""The time between two forward passes: what both engines' threads do from a step's tokens to the next step.
 
     python -m draftwire_bench.timeline [--json FILE] -- draftwire bench serve --drafting on --concurrency 1,32 ...
 
-Runs a command and records when chosen methods of its services began and ended (hook/calls.py), by
-the monotonic clock, which is one for all processes of a host. Then it prints, for each stretch of steps that wait for
-their drafts, and of steps that have none, the median way of a step, mark after mark from when its tokens are on the
-verifier's host, and what the methods took. Where steps are announced it has two ways: that of the drafts, which can
-begin a little before that, and that of the message. A record takes a microsecond.
+Runs a command and records when selected methods of the services begin and end (hook/calls.py), by the monotonic clock,
+which all processes of a host share. For each stretch of steps with drafts, and of steps without, prints the median way
+of a step: the time of each mark after the step's tokens are on the verifier's host, and the time in the methods.
+Announced steps have two ways: that of the drafts, which may begin shortly before, and that of the message. A record
+takes a microsecond.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from draftwire_bench.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, 
 from draftwire_bench.watched import run_watched
 
 NAMES = [name for names in CALLS.values() for name in names]
-# Steps further apart than this belong to different stretches, as levels of load do; shorter stretches are left out.
+# Steps that are further apart belong to different stretches, such as levels of load; short stretches are ignored.
 GAP_S = 0.5
 LEAST_STEPS = 50
-# A device's numbers are seen at most so long before its tokens are taken.
+# Most time between the arrival of a device's numbers and the use of its tokens.
 LEAD_S = 0.3e-3
 
 
@@ -40,7 +40,7 @@ LEAD_S = 0.3e-3
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(json_path: Path | None, command: tuple[str, ...]) -> None:
-    """Run COMMAND, print the time of its steps by part, and exit with its status."""
+    """Run COMMAND, print the time of its steps by part, and exit with COMMAND's status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_watched(command, "DRAFTWIRE_TIMELINE", Path(directory))
         records = read(Path(directory))
@@ -54,7 +54,7 @@ def main(json_path: Path | None, command: tuple[str, ...]) -> None:
 
 
 def read(directory: Path) -> dict[str, np.ndarray]:
-    """Return the seconds [n, 2] from begin to end of each method's calls, in order, of all processes."""
+    """Return begin and end in seconds, [n, 2], of each method's calls in all processes, in order."""
     rows = [np.empty((0, 3), np.int64)]
     for path in directory.glob("*.records"):
         values = np.fromfile(path, np.int64)
@@ -65,20 +65,20 @@ def read(directory: Path) -> dict[str, np.ndarray]:
 
 
 def stretches(steps: np.ndarray) -> list[tuple[float, float]]:
-    """(begin, end), monotonic seconds, of the middle halves of stretches of steps at these times, in order."""
+    """Return (begin, end) in monotonic seconds of the middle half of each stretch of steps, in order."""
     parts = np.split(steps, np.flatnonzero(np.diff(steps) > GAP_S) + 1)
     return [(part[len(part) // 4], part[3 * len(part) // 4]) for part in parts if len(part) >= LEAST_STEPS]
 
 
 def without_drafts(records: dict[str, np.ndarray]) -> np.ndarray:
-    """Monotonic seconds, in order, of the tokens of steps around which no drafter drafted."""
+    """Return the times of the tokens of steps without any drafting nearby, in order."""
     tokens, drafted = np.sort(_times(records, WAY[0])), np.sort(_times(records, DRAFTED))
     num_near = np.searchsorted(drafted, tokens + GAP_S) - np.searchsorted(drafted, tokens - GAP_S)
     return tokens[num_near == 0]
 
 
 def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
-    """Return the intervals of steps with drafts."""
+    """Return the ways of steps with drafts that were recorded."""
     for found in (WAYS_BOTH_EARLY, WAYS_EARLY):
         if all(len(records[mark.call]) for mark in found[0]):
             return found
@@ -86,7 +86,7 @@ def ways(records: dict[str, np.ndarray]) -> tuple[tuple[Mark, ...], ...]:
 
 
 def way(records: dict[str, np.ndarray], marks: Sequence[Mark], begin: float, end: float) -> list[float]:
-    """Median seconds from a step's tokens to each of `marks`, each being the first after the one before it."""
+    """Return the median seconds from a step's tokens to each mark; each mark is the first after the previous one."""
     tokens = _times(records, WAY[0])
     start = tokens[(tokens >= begin) & (tokens < end)]
     now = start - LEAD_S
@@ -99,15 +99,15 @@ def way(records: dict[str, np.ndarray], marks: Sequence[Mark], begin: float, end
 
 
 def _times(records: dict[str, np.ndarray], mark: Mark) -> np.ndarray:
-    """Monotonic seconds of all of a mark."""
+    """Return all monotonic times of a mark."""
     return records[mark.call][:, int(mark.end == "end")]
 
 
 def summaries(records: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return for each stretch: number of steps, milliseconds each, their ways (microseconds from the tokens to each
-    mark) and of each method the calls a step and the median microseconds."""
+    """Return for each stretch the number of steps, milliseconds per step, ways with the microseconds from the tokens to
+    each mark, and calls per step and median microseconds of each method."""
     begun, undrafted = _times(records, WAY[-1]), without_drafts(records)
-    marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # a CPU has no graphs
+    marks = [mark for mark in WAY_WITHOUT_DRAFTS if len(records[mark.call])]  # no graphs on a CPU
     kinds = ((True, begun, ways(records)), (False, undrafted, [marks]))
     return [
         {"drafts": drafts, **_summary(records, steps, stretch, taken)}
@@ -145,7 +145,7 @@ def _table(summary: dict[str, Any]) -> Table:
     title = f"{summary['steps']} steps{kind}, {summary['ms_each']:.2f} ms each; microseconds"
     table = Table(title=title, box=SIMPLE)
     table.add_column("mark or method", no_wrap=True)
-    for column in ("from the tokens", "from the mark before", "calls a step", "median"):
+    for column in ("from the tokens", "from the previous mark", "calls per step", "median"):
         table.add_column(column, justify="right", no_wrap=True)
     for marks in summary["ways"]:
         before = 0.0

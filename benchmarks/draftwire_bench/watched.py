@@ -1,4 +1,4 @@
-"""Runs a command whose processes are watched from within."""
+"""Runs a command with instrumented processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ HOOK = Path(__file__).resolve().parent / "hook"
 
 
 def run_watched(command: Sequence[str], variable: str, output: Path) -> int:
-    """Return the command's exit status. Its Python processes import hook/sitecustomize.py, which knows by the
-    environment variable what to watch, and write to `output`."""
+    """Run a command and return its exit status.
+
+    The command's Python processes import hook/sitecustomize.py, which selects the instrumentation by the environment
+    variable's name and writes to `output`, the variable's value.
+    """
     path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": path, variable: str(output)}).returncode

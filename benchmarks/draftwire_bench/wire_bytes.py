@@ -1,17 +1,17 @@
-"""Bytes between verifier and drafter for each accepted draft, by carrier and by what is drafted and sent.
+"""Bytes between verifier and drafter per accepted draft, by carrier and method.
 
     python -m draftwire_bench.wire_bytes --json benchmarks/results/wire-bytes.json
 
-By default it takes the demo pair on the CPU. On two GPUs, with the shapes of a large model, whose random weights need
+By default the demo pair runs on the CPU. On two GPUs, with the shapes of a large model, whose random weights need
 synthetic acceptance:
 
     python -m draftwire_bench.wire_bytes --target benchmarks/shapes/llama-3.1-8b \\
         --head benchmarks/shapes/llama-3.1-8b-eagle3 --verifier-device cuda:0 --drafter-device cuda:1 \\
         --dtype bfloat16 --load-format dummy --synthetic-acceptance-length 3.0 --carriers cuda_ipc,shm,bytes
 
-Both services are started for each row. Bytes are those of the verifier's `draftwire_wire_bytes_total`, both directions:
-every one of them once, tensors in shared memory too, but for the frames of HTTP/2. Features of prompts are counted
-apart: what they come to for an accepted draft depends on how long outputs are.
+Both services are started for each row. Bytes are those of the verifier's `draftwire_wire_bytes_total` in both
+directions, including tensors in shared memory, without HTTP/2 framing. Features of prompts are counted separately,
+because their share per accepted draft depends on the outputs' lengths.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
 CARRIERS = ("cuda_ipc", "shm", "bytes")
 GUMBEL = {"draft_sample_method": "gumbel"}
-# What is drafted, what of it is sent and how it is tested, by name.
+# Draft sampling, draft logits and verification methods by name.
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {},
     "gumbel": GUMBEL,
@@ -53,18 +53,18 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "block, all logits": GUMBEL | {"draft_logits": "dense", "rejection_sample_method": "block"},
     "coupled": GUMBEL | {"rejection_sample_method": "coupled"},
 }
-# Of a random prompt, for a target without a tokenizer.
+# Length of random prompts for a target without a tokenizer.
 PROMPT_TOKENS = 64
 
 
 @click.command()
-@click.option("--target", default=str(DEMO / "target"), help="Default: the demo pair's.")
-@click.option("--head", default=str(DEMO / "head"), help="Default: the demo pair's.")
+@click.option("--target", default=str(DEMO / "target"), help="By default the demo pair's.")
+@click.option("--head", default=str(DEMO / "head"), help="By default the demo pair's.")
 @click.option("--verifier-device", default="cpu", show_default=True)
 @click.option("--drafter-device", default="cpu", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--load-format", default="auto", show_default=True)
-@click.option("--synthetic-acceptance-length", type=float, help="Accept so many drafts, whatever they are.")
+@click.option("--synthetic-acceptance-length", type=float, help="Accept this many drafts on average.")
 @click.option("--carriers", default="shm,bytes", show_default=True)
 @click.option("--concurrency", default=8, show_default=True)
 @click.option("--num-requests", default=32, show_default=True)
@@ -79,7 +79,7 @@ def main(json_path: Path | None, **given: Any) -> None:
     console = Console()
     rows = []
     for carrier, (name, config), is_fused in product(carriers, _configs(given), (True, False)):
-        if is_fused or name == "greedy":  # features are the same whatever is drafted from them
+        if is_fused or name == "greedy":  # features do not depend on the method
             row = {"method": name, "features": "fused" if is_fused else "raw", "carrier": carrier}
             rows.append(row | _measured(config, carrier, given, is_fused=is_fused))
             console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
@@ -129,7 +129,7 @@ def _measured(config: dict[str, Any], carrier: str, given: dict[str, Any], *, is
     carriers = {one for (one, content), value in sent.items() if content == "features" and value > 0}
     expected = {"grpc"} if carrier == "bytes" else {carrier}
     if carriers != expected:
-        raise click.ClickException(f"features went by {', '.join(sorted(carriers))}, not by {carrier}")
+        raise click.ClickException(f"features were sent by {', '.join(sorted(carriers))}, not by {carrier}")
     accepted, row_bytes = sum(result.acceptance.accepted), info.drafters[0].feature_row_bytes
     by_content = {name: _sum(sent, name) for name in ("features", "logits", "message")}
     prompts = result.counters.prompt_rows * row_bytes
@@ -159,7 +159,7 @@ def _prompts(info: pb.GetVerifierInfoResponse) -> Iterator[Prompt]:
 
 
 def _wire_bytes(metrics: str) -> dict[tuple[str, str], float]:
-    """Return the bytes by (carrier, content), both directions."""
+    """Return the bytes in both directions by (carrier, content)."""
     with urlopen(f"http://{metrics}/metrics") as response:
         families = text_string_to_metric_families(response.read().decode())
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -176,7 +176,7 @@ def _sum(sent: Mapping[tuple[str, str], float], content: str) -> float:
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table("method", "carrier", "length", "features", "prompts'", "logits", "rest")
-    table.title = "Bytes for each accepted draft"
+    table.title = "Bytes per accepted draft"
     for row in rows:
         sent = row["per_accepted"]
         table.add_row(

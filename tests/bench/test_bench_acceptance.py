@@ -11,7 +11,7 @@ from timelines import timeline
 
 from draftwire_bench.acceptance.acceptance import METHODS, Cell, Position
 from draftwire_bench.acceptance.recomputation import Continuation
-from draftwire_bench.acceptance.report import parted
+from draftwire_bench.acceptance.report import find_deviations
 from draftwire_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,8 +94,8 @@ def cell(accepted: int, expected: float, variance: float) -> Cell:
 
 
 def test_a_rate_that_parts_from_its_closed_form_is_named():
-    assert parted([cell(accepted=55, expected=50.0, variance=25.0)]) == []
-    assert parted([cell(accepted=76, expected=50.0, variance=25.0)]) == [
+    assert find_deviations([cell(accepted=55, expected=50.0, variance=25.0)]) == []
+    assert find_deviations([cell(accepted=76, expected=50.0, variance=25.0)]) == [
         "greedy one-hot, temperature 1, position 1: 76 of 100 accepted, 50.0 expected, +5.2 standard errors"
     ]
 

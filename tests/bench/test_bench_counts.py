@@ -68,7 +68,7 @@ def test_requests_that_want_fewer_drafts_get_no_more():
     [
         ({"verify_rows": 11}, "11 rows were verified instead of 12"),
         ({"verify_steps": 3}, "3 verify steps in the engine's counters instead of 4"),
-        ({"prompt_rows": 6}, "6 prompt rows were computed (fewer where a prefix is found) instead of 10"),
+        ({"prompt_rows": 6}, "6 prompt rows were computed (fewer with prefix hits) instead of 10"),
         ({"feature_rows": 13}, "13 feature rows were sent instead of 14 to 20"),
         ({"feature_rows": 21}, "21 feature rows were sent instead of 14 to 20"),
         (

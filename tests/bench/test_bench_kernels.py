@@ -37,4 +37,4 @@ def test_rows_are_printed_and_written(tmp_path):
 def test_a_folder_without_the_peers_files_is_named(tmp_path):
     result = CliRunner().invoke(main, ["bench", "kernels", "--peer", str(tmp_path)])
     assert result.exit_code == 2
-    assert "must hold gumbel.py and rejection_sampler_utils.py" in result.output
+    assert "must contain gumbel.py and rejection_sampler_utils.py" in result.output

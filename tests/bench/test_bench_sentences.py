@@ -20,28 +20,26 @@ def test_skipped_work_has_a_consequence_and_its_causes() -> None:
     counters.fallbacks.add(cause=pb.FALLBACK_CAUSE_LAST_TOKEN, tokens=8)
     counters.fallbacks.add(cause=pb.FALLBACK_CAUSE_PACE, tokens=900)
     assert work_text("4 on", ["265 rows were verified instead of 1198"], counters) == (
-        "4 on: 265 rows were verified instead of 1198. So this is not the speed of a fixed number of drafts in every "
-        "step: compare it as what this load gets, not with runs that do all of the work. Tokens without drafts: 900 "
+        "4 on: 265 rows were verified instead of 1198. So this is not the speed with a fixed number of drafts in every "
+        "step: do not compare it to runs that do all of the work. Tokens without drafts: 900 "
         "because pacing has switched drafting off: decoding without drafts is faster, or is being measured; 8 because "
-        "the output had room for only one more token. A verifier with --no-adaptive-k always asks for all drafts."
+        "the output had room for only one more token. A verifier with --no-adaptive-k always requests all drafts."
     )
 
 
 def test_without_causes_none_are_told() -> None:
     text = work_text("4 off", ["1 output tokens instead of 2"], pb.EngineCounters())
-    assert text.endswith("not with runs that do all of the work.")
+    assert text.endswith("do not compare it to runs that do all of the work.")
 
 
 def test_busy_clients_are_named_with_what_to_do() -> None:
     idle, busy = ClientLoad(0.2, 0.001), ClientLoad(0.8, 0.007)
     assert clients_text([("1 on", idle)]) == (
-        "The client processes had time to spare (busiest process 20 % of a core, event loop 1.0 ms late at p99): they "
-        "did not limit the result."
+        "The client processes did not limit the result (busiest process 20 % of a core, event loop 1.0 ms late at p99)."
     )
     assert clients_text([("1 on", idle), ("64 off", busy), ("64 on", busy), ("64 on", busy)]) == (
-        "The client processes were too busy at 64 off, 64 on (busiest process 80 % of a core, event loop 7.0 ms late "
-        "at p99): there they may have limited the result instead of the verifier. Measure again with more "
-        "--client-processes, or from another machine."
+        "The client processes may have limited the result at 64 off, 64 on (busiest process 80 % of a core, event loop "
+        "7.0 ms late at p99). Measure again with more --client-processes, or from another machine."
     )
 
 

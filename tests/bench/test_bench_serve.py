@@ -175,15 +175,15 @@ def test_a_verifier_that_others_use_is_not_measured():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--concurrency", "9"), "concurrency = 9: the verifier computes at most 8 requests at once"),
+        (("--concurrency", "9"), "concurrency = 9: the verifier runs at most 8 requests concurrently"),
         (("--concurrency", "4", "--num-requests", "2"), "num_requests = 2: must be at least the concurrency, 4"),
         (("--concurrency", "0"), "'0' is not a list of numbers above 0"),
         (("--concurrency", "1", "--request-rate", "2"), "at most one of --concurrency and --request-rate"),
         (("--head", "x"), "either --server or --target and --head"),
         (("--sampling-params", '{"top_k": -1}'), "sampling_params.top_k = -1: allowed range"),
         (("--sampling-params", '{"top_j": 1}'), "sampling_params.top_j"),
-        (("--sampling-params", '{"stop": ["x"]}'), "sampling_params.stop = ['x']: is not free in a measurement"),
-        (("--sampling-params", '{"min_tokens": 5}'), "sampling_params.min_tokens = 5: is not free in a measurement"),
+        (("--sampling-params", '{"stop": ["x"]}'), "sampling_params.stop = ['x']: cannot be set in a measurement"),
+        (("--sampling-params", '{"min_tokens": 5}'), "sampling_params.min_tokens = 5: cannot be set in a measurement"),
         (("--num-speculative-tokens", "4,-1"), "'4,-1' is not a list of numbers from 0 on"),
         (("--num-speculative-tokens", "0,3"), "num_speculative_tokens = 3: the verifier drafts at most 2"),
         (("--sampling-params", "[1"), "must be a JSON object or the path of a file with one"),

@@ -52,9 +52,9 @@ def test_a_way_that_is_not_there_has_a_row_that_says_why(run):
     missing = {(row["carrier"], row["message_by"]): row["missing"] for row in document["rows"] if row["missing"]}
     assert missing == {
         ("bytes", "ring"): "a message of the ring has at most 131072 bytes",
-        ("cuda_ipc", "ring"): "does not take tensors of cpu",
+        ("cuda_ipc", "ring"): "not possible for tensors on cpu",
     }
-    assert "not available: does not take tensors of cpu" in output
+    assert "not available: not possible for tensors on cpu" in output
 
 
 def test_json_says_on_what_it_was_measured(run):
@@ -87,7 +87,7 @@ def refuse(*_: object) -> None:
 def test_other_bytes_than_were_sent_fail_the_command(way, monkeypatch):
     monkeypatch.setattr(module, "WAYS", (way,))
     monkeypatch.setattr(module, "pattern", lambda count: torch.zeros(count, dtype=torch.int32))
-    with pytest.raises(BenchmarkError, match="other bytes than the 64 that were sent"):
+    with pytest.raises(BenchmarkError, match="the 64 bytes differ from those that were sent"):
         measure_transport(TransportOptions(CPU, CPU, [64], 1))
 
 

@@ -244,7 +244,7 @@ def rope(kind: str) -> dict[str, Any]:
         (Gemma3TextConfig(**COMMON, use_bidirectional_attention=True), "attention of Gemma3Attention .* is not causal"),
         (NemotronConfig(**COMMON, is_causal=False), "attention is not causal"),
         (SmolLM3Config(**COMMON, **WINDOWS), "window of layer 0 is None to its attention and 6 by its config"),
-        (Gemma3nTextConfig(**COMMON, **GEMMA3N), "do not take one state of 48 elements a row"),
+        (Gemma3nTextConfig(**COMMON, **GEMMA3N), "do not take one state of 48 elements per row"),
         (GptOssConfig(**COMMON, num_local_experts=2), "attention of GptOssAttention is not served: it needs s_aux$"),
         (PhimoeConfig(**COMMON, sliding_window=6, num_local_experts=2), "served up to max_model_len = 6"),
         (OlmoeConfig(**COMMON, sliding_window=6, num_experts=8), "is 6 to its attention and None by its config"),

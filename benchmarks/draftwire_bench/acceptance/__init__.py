@@ -1,1 +1,1 @@
-"""Acceptance of a pair, beside its closed forms."""
+"""Acceptance of a pair, compared to closed forms."""

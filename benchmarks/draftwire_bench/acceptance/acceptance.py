@@ -1,4 +1,4 @@
-"""Acceptance of a pair with every method, measured through both services and beside its closed forms."""
+"""Acceptance of a pair with every method, measured with both services and compared to closed forms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from draftwire_bench.serve.workload import Level, in_slots
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How drafts are made, sent and tested."""
+    """How drafts are sampled, sent and verified."""
 
     name: str
     config: dict[str, Any]
-    law: str  # the closed form of its acceptance, a key of FORMS or "block"
+    law: str  # closed form of the acceptance: a key of FORMS, or "block"
 
 
 GUMBEL = {"draft_sample_method": "gumbel"}
@@ -46,21 +46,21 @@ FORMS = ("p(draft)", "sum p q", "1 - TV", "coupled")
 
 @dataclass
 class Position:
-    """Counts at one draft position over the steps whose test of it has a closed form."""
+    """Counts at one draft position, over the steps whose test has a closed form."""
 
     tested: int = 0
     accepted: int = 0
     expected: float = 0.0
     variance: float = 0.0
-    reached: int = 0  # steps that accepted all drafts before it
+    reached: int = 0  # steps that accepted all earlier drafts
     forms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FORMS, 0.0))  # sums over `reached`
 
     @property
     def z(self) -> float | None:
-        """Measured less expected, in standard errors; None where nothing is left to chance, as at temperature 0.
+        """Return measured minus expected, in standard errors; None without randomness, such as at temperature 0.
 
-        Given all that went before, a draft is accepted with exactly the probability of the closed form. So the
-        differences are uncorrelated, and their variances add up, whatever the steps have to do with each other.
+        Given all previous tokens, a draft is accepted with exactly the closed form's probability. Therefore the
+        differences are uncorrelated and their variances add up, even if the steps depend on each other.
         """
         if self.variance < 1e-9:
             return None
@@ -77,7 +77,7 @@ class Cell:
     continuations: int = 0
     steps: int = 0
     emitted: int = 0
-    # Steps whose drafts came out otherwise when they were computed again: two scores within rounding.
+    # Steps whose recomputed drafts differ, because two scores are equal within rounding.
     unlike: int = 0
     positions: list[Position] = field(default_factory=list)
 
@@ -86,34 +86,34 @@ class Cell:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per step, bonus included."""
+        """Return the emitted tokens per step, including the bonus token."""
         return self.emitted / max(self.steps, 1)
 
     @property
     def rate(self) -> float:
-        """Accepted over drafted, all positions."""
+        """Return accepted over drafted at all positions."""
         return sum(position.accepted for position in self.positions) / max(self.k * self.steps, 1)
 
     @property
     def expected_rate(self) -> float:
-        """The same as the closed forms have it."""
+        """Return the closed forms' value of `rate`."""
         return sum(position.expected for position in self.positions) / max(self.k * self.steps, 1)
 
     def conditional(self, closed: bool) -> list[float]:
-        """Acceptance at each position given that the one before was accepted; of the closed form, or as measured."""
+        """Return the acceptance at each position if the previous draft was accepted, of the closed form or measured."""
         numbers = [position.expected if closed else position.accepted for position in self.positions]
         if self.method.law != "block":
             return [n / max(position.tested, 1) for n, position in zip(numbers, self.positions, strict=True)]
         return [n / before if before else 0.0 for n, before in zip(numbers, [self.steps, *numbers], strict=False)]
 
     def add(self, rows: StepRows, draft_token_ids: Tensor | None) -> None:
-        """Count steps that were computed again."""
+        """Count recomputed steps."""
         vocab_size = rows.target_logits.shape[-1]
         p = closed_forms.probabilities(rows.target_logits, self.temperature)
         q = closed_forms.draft_probabilities(rows.draft_logits, self.temperature, draft_token_ids, vocab_size)
         offsets = torch.arange(self.k, device=p.device)
         was_accepted = offsets < rows.accepted[:, None]
-        # Row j is what was served only as far as the drafts before it were accepted.
+        # Row j was served only if all earlier drafts were accepted.
         is_reached = offsets <= rows.accepted[:, None]
         is_same = self._is_same(rows, was_accepted, is_reached)
         self.unlike += int((~is_same).sum())
@@ -142,10 +142,10 @@ class Cell:
                 position.forms[name] += values[:, j][mask].sum().item()
 
     def _is_same(self, rows: StepRows, was_accepted: Tensor, is_reached: Tensor) -> Tensor:
-        """[S], whether the drafts computed again go with what was accepted.
+        """Return whether the recomputed drafts are consistent with the accepted ones, [S].
 
-        An accepted draft is the token served. A rejected one is not, since what is drawn after a rejection excludes it;
-        only block verification may draw it again.
+        An accepted draft is the served token. A rejected draft is not, because the token sampled after a rejection
+        excludes it, except in block verification.
         """
         equal = rows.drafts == rows.emitted
         if self.method.law == "block":
@@ -155,7 +155,7 @@ class Cell:
     def _block(self, rows: StepRows, q: Tensor) -> Tensor:
         assert rows.own_path_logits is not None
         p = closed_forms.at_draft(closed_forms.probabilities(rows.own_path_logits, self.temperature), rows.drafts)
-        # Without logits the verifier takes the drafts for certain.
+        # Without logits the verifier assumes probability 1 for drafts.
         sends_logits = "draft_logits" in self.method.config
         return closed_forms.block(p, closed_forms.at_draft(q, rows.drafts) if sends_logits else torch.ones_like(p))
 
@@ -170,10 +170,10 @@ def continue_prompts(
     concurrency: int,
     seed: int,
 ) -> list[Continuation]:
-    """Return the verifier's answers to the prompts; the seed of a prompt is `seed` + its index.
+    """Return the verifier's continuations of the prompts; a prompt's seed is `seed` + its index.
 
     Raises:
-        BenchmarkError: If the verifier went on without drafts anywhere, so that not all steps were drafted alike.
+        BenchmarkError: If drafts are missing in any step.
     """
     requests = [
         _request(prompt, temperature=temperature, max_tokens=output_tokens, seed=seed + index)
@@ -204,13 +204,13 @@ def _check_drafts(timelines: Sequence[Timeline], k: int, output_tokens: int) -> 
     if missing:
         raise BenchmarkError(f"{missing} drafts were not made in time: start the verifier with --draft-deadline-ms off")
     if any(timeline.statistics.synthetic_acceptance for timeline in timelines):
-        raise BenchmarkError("the verifier accepts drafts synthetically, which tells nothing of the head")
+        raise BenchmarkError("the verifier accepts drafts synthetically, independent of the head")
 
 
 def evaluate(
     models: Models, method: Method, temperature: float, k: int, continuations: Sequence[Continuation]
 ) -> Cell:
-    """Measured acceptance and closed forms over the same steps."""
+    """Return measured acceptance and closed forms over the same steps."""
     cell = Cell(method, temperature, k, continuations=len(continuations))
     for rows in models.recompute(continuations, config_of(method, k), temperature):
         cell.add(rows, models.draft_token_ids)
@@ -218,5 +218,5 @@ def evaluate(
 
 
 def config_of(method: Method, k: int) -> config_pb2.SpeculativeConfig:
-    """Return the verifier's settings."""
+    """Return the verifier's speculative config."""
     return speculative_config_from_mapping({**method.config, "num_speculative_tokens": k})

@@ -1,4 +1,4 @@
-"""What acceptance must be for a target distribution p and a draft distribution q, in closed form."""
+"""Closed forms of acceptance for a target distribution p and a draft distribution q."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature) in float64, [..., V]; at temperature 0 all mass on the largest logit."""
+    """Return softmax(logits / temperature) in float64, [..., V]; at temperature 0 one-hot at the largest logit."""
     wide = logits.double()
     if temperature == 0:
         return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
@@ -15,11 +15,11 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
 
 
 def draft_probabilities(logits: Tensor, temperature: float, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """q over the target's vocabulary, [..., vocab_size].
+    """Return q over the target's vocabulary, [..., vocab_size].
 
     Args:
-        logits: [..., V_draft], -inf where a token is never drafted.
-        token_ids: [V_draft] int64, target ids of the columns; None when both vocabularies are the same.
+        logits: [..., V_draft], -inf for tokens that are never drafted.
+        token_ids: [V_draft] int64, target ids of the columns; None if both vocabularies are the same.
     """
     own = probabilities(logits, temperature)
     if token_ids is None:
@@ -29,29 +29,26 @@ def draft_probabilities(logits: Tensor, temperature: float, token_ids: Tensor | 
 
 
 def at_draft(p: Tensor, drafts: Tensor) -> Tensor:
-    """p(x) of the drafts x, [...]: the one-hot test accepts with it, whatever x was drawn from."""
+    """Return p(x) of the drafts x, [...]: the acceptance of the one-hot test for given drafts."""
     return p.gather(-1, drafts[..., None])[..., 0]
 
 
 def one_hot(p: Tensor, q: Tensor) -> Tensor:
-    """Return the sum of p q: the one-hot test of a draft drawn from q. Equal to matching a draft with a sample of the
-    target."""
+    """Return the sum of p q: the acceptance of the one-hot test for drafts from q."""
     return (p * q).sum(-1)
 
 
 def with_logits(p: Tensor, q: Tensor) -> Tensor:
-    """Return the sum of min(p, q) = 1 - TV(p, q): the test against q, of a draft drawn from q (Leviathan et al.,
-    2211.17192)."""
+    """Return the sum of min(p, q) = 1 - TV(p, q): standard rejection sampling (Leviathan et al., 2211.17192)."""
     return torch.minimum(p, q).sum(-1)
 
 
 def coupled(p: Tensor, q: Tensor) -> Tensor:
-    """Return the probability that Gumbel-max samples of p and q from the same noise are equal (Daliri et al.,
-    2408.07978).
+    """Return the probability that Gumbel-max samples of p and q with the same noise are equal (Daliri, 2408.07978).
 
-    With exponential noise E, token x is first in both races when E_y >= E_x max(p_y / p_x, q_y / q_x) for every y,
-    which has probability 1 / sum_y max(p_y / p_x, q_y / q_x). Ordered by p / q, the maximum is p's up to x and q's
-    beyond.
+    With exponential noise E, token x wins both races if E_y >= E_x max(p_y / p_x, q_y / q_x) for every y, which has
+    probability 1 / sum_y max(p_y / p_x, q_y / q_x). In descending order of p / q, the maximum is p's up to x and q's
+    after x.
     """
     ratio = torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), torch.inf)
     order = torch.where((p > 0) & (q > 0), ratio, torch.where(p > 0, torch.inf, 0.0)).argsort(-1, descending=True)
@@ -63,11 +60,10 @@ def coupled(p: Tensor, q: Tensor) -> Tensor:
 
 
 def block(p_of_drafts: Tensor, q_of_drafts: Tensor) -> Tensor:
-    """Return the probability that block verification accepts at least the first i drafts of a step, [..., k], given all
-    of them.
+    """Return the probability that block verification accepts at least the first i of given drafts, [..., k].
 
-    w_i = min(1, w_{i-1} p(x_i) / q(x_i)), w_0 = 1, p and q along the drafts' own path (Sun et al., 2403.10444). Of its
-    mean over drafts from q the first is 1 - TV; with a one-hot q it is the product of the p(x_i).
+    w_i = min(1, w_{i-1} p(x_i) / q(x_i)), w_0 = 1, with p and q along the drafts' path (Sun et al., 2403.10444). The
+    mean of w_1 over drafts from q is 1 - TV; with a one-hot q, w_i is the product of the p(x_i).
     """
     weights = []
     weight = torch.ones_like(p_of_drafts[..., 0])

@@ -1,4 +1,4 @@
-"""A head over whole sequences: all accepted rows at once, then drafts behind any of them."""
+"""Runs a head over whole sequences: all accepted rows at once, then drafts after any of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from draftwire_kernels import gumbel_sample
 
 
 class HeadWalk:
-    """Steps of any head, computed again without the drafter's engine.
+    """Recomputes draft steps of a head without the drafter's engine.
 
-    Steps of a sequence must be asked for from the last one back: a step's rows overwrite accepted rows that earlier
-    steps do not see.
+    Steps of a sequence must be computed from last to first: a step's rows overwrite accepted rows that earlier steps do
+    not attend to.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class HeadWalk:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Row i takes the token at i + 1 and the features at i; a sequence of T tokens has T - 1 accepted rows."""
+        """Row i has the token at i + 1 and the features at i; a sequence of T tokens has T - 1 accepted rows."""
         self._head, self._config, self._device = head, config, device
         longest = max(map(len, sequences)) + 1 + head.spec.rows_behind(config.num_speculative_tokens)
         width = -(-longest // BLOCK_SIZE)
@@ -71,10 +71,10 @@ class HeadWalk:
 
 
 class _Step(DraftContext):
-    """One step: the last accepted row of each sequence once more, and its drafts.
+    """One step: the last accepted row of each sequence and its drafts.
 
     Attributes:
-        logits, drafts: [S, V_draft] and [S] of each draft.
+        logits, drafts: [S, V_draft] and [S], per draft.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class _Step(DraftContext):
         return self._rows(0, num_rows)
 
     def _rows(self, skipped: int, count: int) -> Rows:
-        """Return the rows behind the accepted ones."""
+        """Return `count` rows of each sequence after its accepted rows and `skipped` others."""
         pieces = [
             SequenceRows(blocks, start + skipped, count)
             for blocks, start in zip(self._blocks, self._starts, strict=True)
@@ -139,7 +139,7 @@ class _Step(DraftContext):
 
 
 def _cut(logits: Tensor, sent: config_pb2.DraftLogits) -> Tensor:
-    """-inf outside the n largest logits of each row where only these are sent, and sampled from."""
+    """With the form `top_n`, set all but the n largest logits of each row to -inf."""
     if sent.form != cfg.TOP_N:
         return logits
     largest, columns = logits.topk(sent.n, dim=-1)

@@ -1,8 +1,8 @@
-"""The distributions behind finished continuations, computed again with both models in one process.
+"""Recomputes the distributions of finished continuations with both models in one process.
 
-The target is transformers' own model with its own attention; the head is the drafter's, fed here row by row. What has
-been served went through batching, the wire, rolled-back caches and the rejection kernels; none of that is used here.
-This module stands above both services, as the command line does.
+The target is transformers' model with transformers' attention; the head is the drafter's. In contrast to the services,
+there is no batching, wire, rolled-back cache or rejection kernel. Like the command line, this module may import both
+services.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from draftwire_bench.acceptance.head_walk import HeadWalk
 from draftwire_kernels import derive_stream_keys
 
 MAX_BATCH = 1024
-# Logits of the target held at once.
+# Most logits of the target in memory.
 MAX_LOGITS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
-    """A verify step that had room for all k drafts."""
+    """A verify step with all k drafts."""
 
-    last: int  # index of the last token committed before it
+    last: int  # index of the last token committed before the step
     accepted: int  # drafts accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt and what was served after it."""
+    """A prompt and its served output."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -46,16 +46,16 @@ class Continuation:
 
     @property
     def sequence(self) -> list[int]:
-        """Prompt and output."""
+        """Return prompt and output."""
         return [*self.prompt, *self.tokens]
 
     def whole_steps(self, k: int) -> list[VerifyStep]:
-        """Return its verify steps, but for the last ones, in which the end of the output left no room for k drafts.
+        """Return the verify steps except the last ones, which had fewer than k drafts because of the output's end.
 
-        Which steps are left out does not depend on what was drafted in them, so the rest is no biased choice.
+        The omitted steps do not depend on their drafts, so the selection is unbiased.
         """
         steps = []
-        start = 1  # tokens out when a step begins; the first comes from the prompt
+        start = 1  # output tokens when a step begins; the prompt's step emits the first
         while start + k < len(self.tokens):
             accepted = 0
             while self.drafted[start + accepted]:
@@ -67,14 +67,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class StepRows:
-    """S verify steps, computed again."""
+    """S recomputed verify steps."""
 
     target_logits: Tensor  # [S, k, V]: row j follows j accepted drafts
-    draft_logits: Tensor  # [S, k, V_draft]: row j follows j of its own drafts; -inf where nothing is drafted
+    draft_logits: Tensor  # [S, k, V_draft]: row j follows the step's first j drafts; -inf for tokens never drafted
     drafts: Tensor  # [S, k] int64, target ids
-    emitted: Tensor  # [S, k] int64: the k tokens that were served from the step's start on
+    emitted: Tensor  # [S, k] int64: the k served tokens from the step's start on
     accepted: Tensor  # [S] int64
-    own_path_logits: Tensor | None  # [S, k, V], where asked for: row j follows j of the step's own drafts
+    own_path_logits: Tensor | None  # [S, k, V], for block verification: row j follows the step's first j drafts
 
 
 class Models:
@@ -89,7 +89,7 @@ class Models:
 
     @property
     def draft_token_ids(self) -> Tensor | None:
-        """[V_draft] int64, target ids of the draft vocabulary; None when both are the same."""
+        """Return the target ids of the draft vocabulary, [V_draft] int64; None if both are the same."""
         return self._head.draft_token_ids
 
     @torch.inference_mode()
@@ -99,11 +99,13 @@ class Models:
         config: config_pb2.SpeculativeConfig,
         temperature: float,
     ) -> Iterator[StepRows]:
-        """Yield the whole steps of all continuations, many at a time.
+        """Yield the whole steps of all continuations in batches.
 
         Args:
-            config: The verifier's settings when they were served: drafts are drawn as it says, with the same noise. For
-                block verification the target is asked along rejected drafts as well, at a sequence for each step.
+            continuations: What was served.
+            config: The speculative config that was served; drafts are sampled accordingly, with the same noise. For
+                block verification the target also computes rejected drafts, with one sequence per step.
+            temperature: The requests' temperature.
         """
         longest = max(len(continuation.tokens) for continuation in continuations) + 1
         size = min(MAX_BATCH, max(1, MAX_LOGITS // (longest * self.vocab_size)))
@@ -126,7 +128,7 @@ class Models:
         keys = derive_stream_keys([continuation.seed for continuation in group]).to(self._device)
         noise = keys.resample if config.rejection_sample_method == cfg.COUPLED else keys.proposal
         steps = [continuation.whole_steps(k) for continuation in group]
-        # From the last step back: a step's speculative rows overwrite accepted rows that earlier steps do not see.
+        # From the last step to the first: a step's rows overwrite accepted rows that earlier steps do not attend to.
         for place in range(1, 1 + max(map(len, steps), default=0)):
             members = [b for b, own in enumerate(steps) if len(own) >= place]
             chosen = [steps[b][-place] for b in members]
@@ -134,7 +136,7 @@ class Models:
             last = torch.tensor([step.last for step in chosen], device=self._device)
             ends = torch.tensor([len(sequences[b]) for b in members], device=self._device)
             draft_logits, drafts = walk.draft(members, last, temperature, noise[index])
-            rows = last - ends + num_rows  # of the step's first row among the rows that were kept
+            rows = last - ends + num_rows  # index of the step's first row in the logits
             columns = rows[:, None] + torch.arange(k, device=self._device)
             emitted = [sequences[b][step.last + 1 : step.last + 1 + k] for b, step in zip(members, chosen, strict=True)]
             yield StepRows(
@@ -147,13 +149,12 @@ class Models:
             )
 
     def _run_target(self, sequences: Sequence[Sequence[int]], num_rows: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits [B, num_rows, V] of the last rows, and the head's features [T_b, width] of each
-        sequence."""
+        """Return the last rows' logits [B, num_rows, V], and the head's features [T_b, width] of each sequence."""
         longest = max(map(len, sequences))
         ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, sequence in enumerate(sequences):
-            # Padded on the left, so that the last rows of all are the last columns.
+            # Left padding aligns the last rows of all sequences.
             ids[row, longest - len(sequence) :] = torch.tensor(sequence)
             mask[row, longest - len(sequence) :] = 1
         output = self._model(
@@ -175,7 +176,7 @@ class Models:
         steps: Sequence[VerifyStep],
         drafts: Tensor,
     ) -> Tensor:
-        """Return the target's logits [S, k, V] along each step's own drafts."""
+        """Return the target's logits [S, k, V] along each step's drafts."""
         k = drafts.shape[1]
         paths = [
             [*sequences[b][: step.last + 1], *own[: k - 1]]

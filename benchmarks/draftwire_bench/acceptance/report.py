@@ -1,4 +1,4 @@
-"""What `draftwire bench acceptance` prints and writes."""
+"""The report of `draftwire bench acceptance`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.table import Table
 
 from draftwire_bench.acceptance.acceptance import FORMS, Cell
 
-# Of a table's positions none comes this far from its closed form by chance.
+# Largest deviation from a closed form that is attributed to chance, in standard errors.
 MAX_Z = 5.0
 
 
 def report(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Return the JSON form, without the environment."""
+    """Return the report as JSON-compatible values, without the environment."""
     return {"benchmark": "acceptance", "cells": [_cell(cell) for cell in cells]}
 
 
@@ -46,8 +46,8 @@ def _cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def parted(cells: Sequence[Cell]) -> list[str]:
-    """Return where measurement and closed form differ by more than chance."""
+def find_deviations(cells: Sequence[Cell]) -> list[str]:
+    """Describe the positions that deviate from their closed forms by more than chance."""
     return [
         f"{cell.method.name}, temperature {cell.temperature:g}, position {number}: {position.accepted} of "
         f"{position.tested} accepted, {position.expected:.1f} expected, {position.z:+.1f} standard errors"
@@ -58,7 +58,7 @@ def parted(cells: Sequence[Cell]) -> list[str]:
 
 
 def print_report(cells: Sequence[Cell], console: Console) -> None:
-    """Two tables and the largest deviation."""
+    """Print two tables and the largest deviation."""
     console.print(_measured_table(cells))
     console.print(_forms_table(cells))
     deviations = [abs(p.z) for cell in cells for p in cell.positions if p.z is not None]
@@ -69,12 +69,12 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
     if certain:
         off = sum(abs(position.accepted - position.expected) for cell in certain for position in cell.positions)
         tested = sum(position.tested for cell in certain for position in cell.positions)
-        console.print(f"where nothing is left to chance: {off:.0f} of {tested} tests came out otherwise (rounding)")
+        console.print(f"without randomness: {off:.0f} of {tested} tests differ (rounding)")
     unlike = sum(cell.unlike for cell in cells)
     steps = sum(cell.steps for cell in cells)
-    console.print(f"left out: {unlike} of {unlike + steps} steps, whose drafts came out otherwise in one process")
-    for text in parted(cells):
-        console.print(f"PARTED: {text}")
+    console.print(f"omitted: {unlike} of {unlike + steps} steps, whose recomputed drafts differ")
+    for text in find_deviations(cells):
+        console.print(f"DEVIATES: {text}")
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -87,7 +87,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def _measured_table(cells: Sequence[Cell]) -> Table:
     positions = [f"position {number}" for number in range(1, cells[0].k + 1)]
-    title = "Acceptance, measured and closed form; positions given that the one before was accepted"
+    title = "Acceptance, measured and closed form; of each position if the previous draft was accepted"
     table = _table(title, ("steps", "length", "accepted / drafted", *positions))
     for cell in cells:
         pairs = zip(cell.conditional(closed=False), cell.conditional(closed=True), strict=True)
@@ -103,7 +103,7 @@ def _measured_table(cells: Sequence[Cell]) -> Table:
 
 
 def _forms_table(cells: Sequence[Cell]) -> Table:
-    title = "The closed forms at position 1 of the same steps, and which of them is the method's"
+    title = "The closed forms at position 1 of the same steps, and the method's law"
     table = _table(title, (*FORMS, "law"))
     for cell in cells:
         first = cell.positions[0]

@@ -1,1 +1,1 @@
-"""The commands below `draftwire bench`."""
+"""The subcommands of `draftwire bench`."""

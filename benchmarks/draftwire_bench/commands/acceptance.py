@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 @click.command()
 @pair_options
 @click.option("--prompts", required=True, type=click.Path(path_type=Path), help="JSON lines: `text` or `token_ids`.")
-@click.option("--num-prompts", type=click.IntRange(1), help="Take the first ones.  [default: all]")
-@click.option("--prompt-tokens", type=click.IntRange(1), help="Take the first tokens of each.  [default: all]")
-@click.option("--samples", default=1, show_default=True, type=click.IntRange(1), help="Of each prompt above T = 0.")
-@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of each continuation.")
-@click.option("--temperatures", default="0,0.7,1", show_default=True, metavar="T,T,...", help="Of the target.")
-@click.option("--methods", metavar="NAME,...", help="Some of the methods alone.  [default: all]")
+@click.option("--num-prompts", type=click.IntRange(1), help="Use the first N prompts.  [default: all]")
+@click.option("--prompt-tokens", type=click.IntRange(1), help="Use the first N tokens of each prompt.  [default: all]")
+@click.option("--samples", default=1, show_default=True, type=click.IntRange(1), help="Samples per prompt for T > 0.")
+@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Per continuation.")
+@click.option("--temperatures", default="0,0.7,1", show_default=True, metavar="T,T,...", help="Temperatures.")
+@click.option("--methods", metavar="NAME,...", help="Only these methods.  [default: all]")
 @click.option("--num-speculative-tokens", default=4, show_default=True, type=click.IntRange(1, 16), help="k.")
-@click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Requests at once.")
-@click.option("--parallel", default=1, show_default=True, type=click.IntRange(1), help="Methods served at once.")
-@click.option("--seed", default=0, show_default=True, help="Of the first continuation; each has its own.")
+@click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Concurrent requests.")
+@click.option("--parallel", default=1, show_default=True, type=click.IntRange(1), help="Methods in parallel.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the first continuation.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
 def acceptance(json_path: Path | None, **given: Any) -> None:
-    """Measure acceptance with every method, beside the closed forms of the same steps.
+    """Measure acceptance with every method, and compare the same steps to closed forms.
 
-    Both services are started for each method. What they served is then computed again in this process, and each test
-    of a draft compared with the probability that it should have had. Exit code 1 where the two part.
+    Both services are started for each method. The served steps are then recomputed in this process, and each test of a
+    draft is compared to its theoretical probability. The exit code is 1 if they deviate by more than chance.
     """
-    # Loading torch takes seconds; --help does not wait for it.
+    # Imported here because importing torch takes seconds, which --help should not.
     from draftwire_bench.acceptance.acceptance import METHODS, evaluate
-    from draftwire_bench.acceptance.report import parted, print_report, report
+    from draftwire_bench.acceptance.report import find_deviations, print_report, report
 
     pair = pair_from(given).with_room_for(given["concurrency"])
     methods = _choose(METHODS, given.pop("methods"))
@@ -66,12 +66,12 @@ def acceptance(json_path: Path | None, **given: Any) -> None:
             for temperature, continuations in zip(temperatures, by_temperature, strict=True):
                 cells.append(evaluate(models, method, temperature, given["num_speculative_tokens"], continuations))
             again = time.monotonic() - began
-            console.print(f"{method.name}: served in {seconds:.0f} s, computed again in {again:.0f} s")
-            if json_path is not None:  # after each method, so that what is there outlives an interruption
+            console.print(f"{method.name}: served in {seconds:.0f} s, recomputed in {again:.0f} s")
+            if json_path is not None:  # after each method, so that an interruption loses at most one
                 json_path.write_text(json.dumps(document | report(cells), indent=1) + "\n", encoding="utf-8")
     print_report(cells, console)
-    if parted(cells):
-        raise BenchmarkError("measured acceptance and its closed form part")
+    if find_deviations(cells):
+        raise BenchmarkError("measured acceptance deviates from the closed form")
 
 
 def _choose(methods: Sequence[Method], names: str | None) -> list[Method]:
@@ -94,7 +94,7 @@ def _temperatures(text: str) -> list[float]:
 
 
 def _token_ids(pair: PairOptions, given: dict[str, Any]) -> list[list[int]]:
-    """Return the prompts as token ids, so that both sides of the comparison have the same."""
+    """Return the prompts as token ids, so that both sides of the comparison use the same tokens."""
     from draftwire.model.checkpoints import resolve_directory
     from verifier_service.core.tokenizer import TextCodec
 
@@ -112,8 +112,7 @@ def _serve(
     given: dict[str, Any],
     method: Method,
 ) -> tuple[list[list[Continuation]], float]:
-    """Return the continuations of all prompts at each temperature, by services of the method; and the seconds of the
-    run."""
+    """Serve all prompts at each temperature with one method; return the continuations and the seconds."""
     from draftwire_bench.acceptance.acceptance import continue_prompts
 
     began = time.monotonic()
@@ -144,7 +143,7 @@ def _load(pair: PairOptions) -> Any:
     from draftwire_bench.acceptance.recomputation import Models
 
     if not sys.stderr.isatty():
-        disable_progress_bar()  # transformers' own bar, where nobody watches
+        disable_progress_bar()
     device = choose_device(pair.verifier_device)
     target = resolve_directory(pair.target)
     return Models(target, resolve_directory(pair.head), choose_dtype(pair.dtype, device, target), device)

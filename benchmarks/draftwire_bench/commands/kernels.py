@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--batches", type=Numbers(int), default="1,8,32,128,256", show_default=True, help="Requests at once.")
-@click.option("--only", default="", metavar="NAME", help="Part of a row's name.  [default: all rows]")
+@click.option("--batches", type=Numbers(int), default="1,8,32,128,256", show_default=True, help="Concurrent requests.")
+@click.option("--only", default="", metavar="NAME", help="Only rows with this text in their names.  [default: all]")
 @click.option(
     "--peer",
     type=click.Path(path_type=Path, file_okay=False),
-    help="With vLLM's gumbel.py and rejection_sampler_utils.py (Model Runner V2), timed on the same tensors.",
+    help="Directory with vLLM's gumbel.py and rejection_sampler_utils.py (Model Runner V2), to time for comparison.",
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
 def kernels(batches: Sequence[int], only: str, peer: Path | None, json_path: Path | None) -> None:
-    """Measure the sampling kernels on a GPU, beside the time that their bytes need.
+    """Measure the sampling kernels on a GPU, and compare them to the memory bandwidth.
 
-    V = 128256, k = 5, temperature 1. The floor is every row read once at the copy bandwidth measured in the same run.
+    V = 128256, k = 5, temperature 1. The floor is the time to read every row once at the run's copy bandwidth.
     """
-    # Loading torch takes seconds; --help does not wait for it.
+    # Imported here because importing torch takes seconds, which --help should not.
     import torch
 
     if not torch.cuda.is_available():
-        raise BenchmarkError("needs a GPU: CUDA is not available here, and the kernels' speed means nothing without it")
+        raise BenchmarkError("needs a GPU, and CUDA is not available")
     from draftwire_bench.gpu_time import copy_bandwidth
     from draftwire_bench.kernels.kernels import measure_kernels
     from draftwire_bench.kernels.peer import load_peer
@@ -52,7 +52,7 @@ def kernels(batches: Sequence[int], only: str, peer: Path | None, json_path: Pat
             for row in measure_kernels(batch, beside, bandwidth, only):
                 rows.append(row)
                 status.update(f"batch {batch}: {row.name} {row.us:.1f} us")
-            if json_path is not None:  # after each batch, so that what is there outlives an interruption
+            if json_path is not None:  # after each batch, so that an interruption loses at most one
                 json_path.write_text(json.dumps(document | _report(rows, bandwidth), indent=1) + "\n")
     title = f"{torch.cuda.get_device_name()}, copy bandwidth {bandwidth / 1e12:.2f} TB/s; microseconds"
     console.print(_table(rows, title))

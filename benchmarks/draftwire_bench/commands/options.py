@@ -1,4 +1,4 @@
-"""Options that the commands of `draftwire bench` share."""
+"""Options shared by commands of `draftwire bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Numbers(click.ParamType):
-    """N,N,..., each above 0, or from `least` on."""
+    """N,N,..., each positive, or at least `least`."""
 
     name = "n,n,..."
 
@@ -41,16 +41,16 @@ class Numbers(click.ParamType):
 
 _PAIR_OPTIONS = (
     click.option("--target", metavar="DIR|ID", help="Start both services with this target."),
-    click.option("--head", metavar="DIR|ID", help="And with this head."),
-    click.option("--verifier-device", metavar="cpu|cuda[:INDEX]", help="Default: as `draftwire verifier`."),
-    click.option("--drafter-device", metavar="cpu|cuda[:INDEX]", help="Default: as `draftwire drafter`."),
+    click.option("--head", metavar="DIR|ID", help="Start the drafter with this head."),
+    click.option("--verifier-device", metavar="cpu|cuda[:INDEX]", help="By default as in `draftwire verifier`."),
+    click.option("--drafter-device", metavar="cpu|cuda[:INDEX]", help="By default as in `draftwire drafter`."),
     click.option("--dtype", default="auto", show_default=True, help="Compute type of both."),
     click.option(
         "--load-format",
         default="auto",
         show_default=True,
         type=click.Choice(["auto", "dummy"]),
-        help="dummy: random weights of the shapes in the directories' config.json.",
+        help="dummy: random weights with the shapes in config.json.",
     ),
     click.option("--verifier-args", default="", metavar="ARGS", help="Further arguments of `draftwire verifier`."),
     click.option("--drafter-args", default="", metavar="ARGS", help="Further arguments of `draftwire drafter`."),
@@ -58,14 +58,14 @@ _PAIR_OPTIONS = (
 
 
 def pair_options(command: F) -> F:
-    """Add the options of services that are started for a measurement."""
+    """Add the options for starting both services."""
     for option in reversed(_PAIR_OPTIONS):
         command = option(command)
     return command
 
 
 def pair_from(given: dict[str, Any]) -> PairOptions:
-    """Take the options of `pair_options` out of `given`.
+    """Remove the options of `pair_options` from `given` and return them.
 
     Raises:
         UsageError: If target or head is missing.
@@ -81,6 +81,6 @@ def pair_from(given: dict[str, Any]) -> PairOptions:
 
 
 def report_console() -> Console:
-    """Return where results are printed; a file or a pipe has room for whole rows."""
+    """Return the console for results; in a file or a pipe, rows are not wrapped."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=132)

@@ -27,54 +27,54 @@ from draftwire_bench.services import running_pair
 @client_security_options
 @pair_options
 @click.option(
-    "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Of a verifier started here."
+    "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Of the started verifier."
 )
 @click.option(
     "--concurrency",
     type=Numbers(int),
     metavar="N,N,...",
-    help="Requests in flight at each level.  [default: 1,4,8,16,32,64]",
+    help="Concurrent requests of each level.  [default: 1,4,8,16,32,64]",
 )
-@click.option("--request-rate", type=Numbers(float), metavar="R,R,...", help="Or requests arriving per second.")
+@click.option("--request-rate", type=Numbers(float), metavar="R,R,...", help="Instead, requests per second.")
 @click.option(
-    "--drafting", default="both", show_default=True, type=click.Choice(["both", "on", "off"]), help="At each level."
+    "--drafting", default="both", show_default=True, type=click.Choice(["both", "on", "off"]), help="In each level."
 )
-@click.option("--num-requests", type=click.IntRange(1), help="Of each level.  [default: 2 x concurrency, or 30 s]")
+@click.option("--num-requests", type=click.IntRange(1), help="Per level.  [default: 2 x concurrency or 30 s]")
 @click.option("--prompt-tokens", default=256, show_default=True, type=click.IntRange(1), help="Random tokens each.")
-@click.option("--prompts", type=click.Path(path_type=Path), help="Or JSON lines with `text` or `token_ids`.")
-@click.option("--output-tokens", default=400, show_default=True, type=click.IntRange(1), help="Of each request.")
-@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="Of each request.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Instead, JSON lines with `text` or `token_ids`.")
+@click.option("--output-tokens", default=400, show_default=True, type=click.IntRange(1), help="Per request.")
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="Of all requests.")
 @click.option(
     "--sampling-params",
     default="{}",
     show_default=True,
     metavar="JSON|FILE",
-    help="""Further ones of each request, such as '{"top_k": 50}'.""",
+    help="""Further sampling parameters, such as '{"top_k": 50}'.""",
 )
 @click.option(
     "--num-speculative-tokens",
     type=Numbers(int, least=0),
     metavar="K,K,...",
-    help="Of the requests in turn, with drafting on.  [default: the server's]",
+    help="Drafts per step with drafting on, alternating over requests.  [default: the server's]",
 )
-@click.option("--seed", default=0, show_default=True, help="Of prompts, arrivals and requests.")
+@click.option("--seed", default=0, show_default=True, help="Seed of prompts, arrivals and requests.")
 @click.option("--warmup-tokens", default=16, show_default=True, type=click.IntRange(0), help="Output before a level.")
 @click.option(
-    "--client-processes", type=click.IntRange(1), help="Default: one for 16 requests, at most half of the cores."
+    "--client-processes", type=click.IntRange(1), help="Default: one per 16 requests, at most half of the cores."
 )
 @click.option(
     "--fewer-drafts",
     is_flag=True,
-    help="Under synthetic acceptance too, the verifier may ask for and verify fewer drafts, as with --adaptive-k.",
+    help="Allow fewer drafts with synthetic acceptance, such as by --adaptive-k.",
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="PNG of the throughput.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="PNG file for a plot.")
 def serve(json_path: Path | None, plot_path: Path | None, speculative_config: str, **given: Any) -> None:
     """Measure throughput and latency, with drafting off and on.
 
-    Either of a running verifier (--server), or of both services, started here (--target and --head). Under synthetic
-    acceptance the command fails when any work was skipped, unless --fewer-drafts. Ctrl-C prints and writes the levels
-    measured so far.
+    Measures a running verifier (--server), or starts both services (--target and --head). With synthetic acceptance the
+    command fails if any work was skipped, unless --fewer-drafts is set. Ctrl-C prints and writes the levels measured so
+    far.
     """
     if plot_path is not None:
         load_matplotlib()
@@ -133,7 +133,7 @@ def _prompts(given: dict[str, Any]) -> Callable[[pb.GetVerifierInfoResponse], It
 def _served(
     given: dict[str, Any], options: ServeOptions, speculative_config: str, console: Console
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Address of the verifier, and the shapes of its models where they are known."""
+    """Yield the verifier's address, and the shapes of its models if known."""
     if given["server"] is not None:
         if given["target"] or given["head"]:
             raise click.UsageError("needs either --server or --target and --head")

@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from draftwire_bench.transport.transport import Row
 
 SIZES = "8KiB,40KiB,96KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
-# A segment has room for one tensor at least.
+# A segment holds at least one tensor.
 LARGEST = 128 << 20
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 
 
 @click.command()
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE,SIZE,...", help="Bytes, KiB or MiB.")
-@click.option("--sender-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Has the tensors.")
-@click.option("--receiver-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Gets them.")
-@click.option("--repeats", default=200, show_default=True, type=click.IntRange(1), help="Most of a row.")
+@click.option("--sender-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Sender's.")
+@click.option("--receiver-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Receiver's.")
+@click.option("--repeats", default=200, show_default=True, type=click.IntRange(1), help="Most repeats per row.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
 def transport(sizes: str, sender_device: str, receiver_device: str, repeats: int, json_path: Path | None) -> None:
-    """Measure how long tensors travel between two processes of this host, by every carrier.
+    """Measure the latency of tensors between two processes of this host, for every carrier.
 
-    The two have the parts of a verifier and a drafter. Times are one-way, with one tensor under way at a time, for at
-    most 5 seconds a row; what arrives is compared with what was sent.
+    The processes use the transport of a verifier and a drafter. Latencies are one-way, of one tensor at a time, for at
+    most 5 seconds per row; received tensors are compared to the sent ones.
     """
     wanted = _parse(sizes)
-    # Loading torch takes seconds; --help does not wait for it.
+    # Imported here because importing torch takes seconds, which --help should not.
     from draftwire.model.devices import choose_device
     from draftwire_bench.transport.transport import TransportOptions, measure_transport
 

@@ -1,4 +1,4 @@
-"""What `draftwire_bench.timeline` records, and the ways of a step through both engines."""
+"""The calls that `draftwire_bench.timeline` records, and the ways of a step through both engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS = {
 
 
 class Mark(NamedTuple):
-    """One end of a call, on the way from a step's tokens to the next step."""
+    """The begin or end of a call, on the way from a step's tokens to the next step."""
 
     call: str
     end: Literal["begin", "end"]
@@ -60,10 +60,10 @@ WAY = (
     Mark("Stream.read_direct", "end"),
     Mark("Prelaunch.release", "end"),
 )
-"""Where steps are not announced: all waits for the message."""
+"""The way of steps that are not announced: everything waits for the message."""
 
 _BEGUN_EARLY = (
-    Mark("EarlyDrafts.begin", "begin"),  # the drafter sees that the tokens have been drawn
+    Mark("EarlyDrafts.begin", "begin"),  # the drafter has seen that the tokens are sampled
     Mark("Proposer.start", "begin"),
     Mark("EarlyDrafts.begin", "end"),
 )
@@ -71,13 +71,13 @@ WAYS_EARLY = (
     (*_BEGUN_EARLY, *WAY[10:]),
     (*WAY[:7], Mark("Proposer.finish", "begin")),
 )
-"""Where they are: the drafts' way, and beside it that of the message."""
+"""The ways of announced steps: that of the drafts, and that of the message."""
 
 WAYS_BOTH_EARLY = (
     (*_BEGUN_EARLY, Mark("Executor.take_early_drafts", "begin"), WAY[-1]),
     (*WAY[:7], *WAY[9:14]),
 )
-"""And where the pass begins with early drafts, before their answer has come: the message's way ends with that.
+"""The same if the forward pass begins with early drafts, before their answer; the message's way ends with the answer.
 """
 
 WAY_WITHOUT_DRAFTS = (
@@ -88,7 +88,7 @@ WAY_WITHOUT_DRAFTS = (
     Mark("Executor.execute", "end"),
     Mark("TokenSampler.finish", "end"),
 )
-"""Of a step in which nobody drafts: when the one behind it is launched, and when its own tokens come."""
+"""The way of a step without drafts: the launch of the next step, and the arrival of its own tokens."""
 
 DRAFTED = Mark("DraftEngine._draft", "end")
-"""Comes around each step that has drafts."""
+"""Occurs around each step with drafts."""

@@ -1,4 +1,4 @@
-"""Replaces methods of a module as it is imported, for whatever watches a process."""
+"""Wraps methods of a module when the module is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Call = Callable[..., Any]
 
 
 def wrapping(wrappers: Mapping[str, Callable[[Call], Call]]) -> Callable[[ModuleType], None]:
-    """Return a function that replaces each `Class.method` of a module by its wrapper's result."""
+    """Return a function that replaces each `Class.method` of a module with its wrapper's result."""
 
     def wrap(module: ModuleType) -> None:
         for name, wrapper in wrappers.items():

@@ -1,4 +1,4 @@
-"""Records what a verifier's pacing did and what it went by, for `draftwire_bench.pacing_record`."""
+"""Records a verifier's pacing decisions and their inputs, for `draftwire_bench.pacing_record`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from methods import wrapping  # type: ignore[import-not-found]  # beside this file, which is on the path
+from methods import wrapping  # type: ignore[import-not-found]  # in this directory, which is on the path
 
 WRITE_EVERY_S = 0.5
 
 
 class PacingRecord:
-    """Keeps what the engine's thread adds; another thread appends it to the file, compressed if that ends in .gz.
+    """Collects records of the engine's thread; another thread appends them to a file, compressed if it ends in .gz.
 
-    The methods that add take the object and the result of the call that they follow, then its arguments.
+    The `add` methods run after a recorded call, with the object, the call's result and its arguments.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,19 +31,19 @@ class PacingRecord:
         self._drafters: dict[Any, str] = {}  # addresses by `Pace`
 
     def start(self, *_: Any) -> None:
-        """Start to write periodically."""
-        threading.Thread(target=self._go_on_writing, name="pacing-record", daemon=True).start()
+        """Start writing periodically."""
+        threading.Thread(target=self._write_periodically, name="pacing-record", daemon=True).start()
 
-    def _go_on_writing(self) -> None:
+    def _write_periodically(self) -> None:
         while True:
             time.sleep(WRITE_EVERY_S)
             self.write()
 
     def write(self, *_: Any) -> None:
-        """Append the records added since the last call."""
+        """Append the records since the last call."""
         with self._writing:
             events = [self._events.popleft() for _ in range(len(self._events))]
-            lines = "".join(json.dumps(event, default=float) + "\n" for event in events).encode()  # float: of NumPy's
+            lines = "".join(json.dumps(event, default=float) + "\n" for event in events).encode()  # float: of NumPy
             if lines:
                 with self._path.open("ab") as file:
                     file.write(gzip.compress(lines) if self._path.suffix == ".gz" else lines)
@@ -77,12 +77,12 @@ class PacingRecord:
 
 
 def _as_list(verified: Mapping[Any, int]) -> list[tuple[str, int, int]]:
-    """(drafter, drafts, requests) of each."""
+    """Return (drafter, drafts, requests) of each entry."""
     return [(drafter, drafts, count) for (drafter, drafts), count in verified.items()]
 
 
 def wrappers(path: Path) -> dict[str, Callable[[ModuleType], None]]:
-    """By module, what has its part recorded at `path`."""
+    """Return by module the wrappers that record pacing at `path`."""
     record = PacingRecord(path)
     followed: dict[str, dict[str, Callable[..., None]]] = {
         "verifier_service.engine.engine": {"Engine.start": record.start, "Engine.stop": record.write},

@@ -1,4 +1,4 @@
-"""Has torch's profiler record some of each kind of a verifier's steps, for `draftwire_bench.kernel_gaps`."""
+"""Records some steps of each kind in a verifier with torch's profiler, for `draftwire_bench.kernel_gaps`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from methods import wrapping  # type: ignore[import-not-found]  # beside this file, which is on the path
+from methods import wrapping  # type: ignore[import-not-found]  # in this directory, which is on the path
 
 STEPS = 30
-STEPS_BEFORE = 20  # of a kind, before the first that is recorded
-# Steps further apart than this are of different levels.
+STEPS_BEFORE = 20  # of a kind, before the recorded steps
+# Steps that are further apart belong to different levels.
 GAP_S = 0.5
 
 
 class PassProfiler:
-    """Writes a trace of the device for `STEPS` steps of a kind in a row: with as many requests, with drafts or without.
+    """Writes a trace of the device for `STEPS` consecutive steps of a kind (requests, with or without drafts).
 
     Used by the thread that launches steps.
     """
@@ -27,13 +27,13 @@ class PassProfiler:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._run: Any = None
-        self._kind: tuple[int, bool] | None = None  # requests of a step, and whether they have drafts
+        self._kind: tuple[int, bool] | None = None  # requests of a step, and whether the step has drafts
         self._num_alike = 0
         self._number = 0
-        self._last_step = self._began = 0.0  # monotonic times, of a step and of a record
+        self._last_step = self._began = 0.0  # monotonic times of the last step and record
 
     def note(self, rows: Sequence[Any]) -> None:
-        """Note that a step of these rows is about to be executed."""
+        """Count a step with these rows, which is about to be executed."""
         now = time.monotonic()
         kind = len(rows), any(row.num_drafts > 0 for row in rows)
         if kind != self._kind or now - self._last_step > GAP_S:
@@ -48,7 +48,7 @@ class PassProfiler:
             self._began = now
 
     def _start(self) -> None:
-        import torch  # not before the process has
+        import torch  # only after the process has imported torch
         from torch.profiler import ProfilerActivity, profile
 
         kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU

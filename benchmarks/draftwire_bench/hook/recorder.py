@@ -1,4 +1,4 @@
-"""Records calls of a process, for `draftwire_bench.timeline`."""
+"""Records calls in a process, for `draftwire_bench.timeline`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from calls import CALLS  # type: ignore[import-not-found]  # beside this file, which is on the path
+from calls import CALLS  # type: ignore[import-not-found]  # in this directory, which is on the path
 from methods import wrapping  # type: ignore[import-not-found]
 
-RECORD = struct.Struct("<qqq")  # number of the call, monotonic time of its begin and its end in ns
+RECORD = struct.Struct("<qqq")  # number of the call, monotonic times of its begin and end in ns
 MOST_RECORDS = 1 << 20
 NAMES = [name for names in CALLS.values() for name in names]
 
 
 class Recorder:
-    """Records in a file that outlives the process however that ends: the count, then the records."""
+    """Records in a mapped file, which survives a killed process: the count, then the records."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -30,7 +30,7 @@ class Recorder:
         self._count = 0
 
     def add(self, number: int, begin: int, end: int) -> None:
-        """Add a record; records beyond the room are lost."""
+        """Add a record; records after MOST_RECORDS are dropped."""
         if self._file is None or self._pid != os.getpid():
             self._open()
         assert self._file is not None
@@ -42,12 +42,12 @@ class Recorder:
     def _open(self) -> None:
         self._pid, self._count = os.getpid(), 0
         with (self._directory / f"{self._pid}.records").open("w+b") as file:
-            file.truncate(8 + MOST_RECORDS * RECORD.size)  # takes room on the disk when it is written
+            file.truncate(8 + MOST_RECORDS * RECORD.size)  # a sparse file
             self._file = mmap.mmap(file.fileno(), 0)
 
 
 def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
-    """By module, what has the methods of `CALLS` recorded in `directory`."""
+    """Return by module the wrappers that record the methods of `CALLS` in `directory`."""
     recorder = Recorder(directory)
     return {
         module: wrapping({name: functools.partial(_recorded, recorder, NAMES.index(name)) for name in names})

@@ -1,4 +1,4 @@
-"""Python imports this module when it starts: it watches the process, for `draftwire_bench.timeline` and its like."""
+"""Python imports this module at startup; it instruments the process for `draftwire_bench.timeline` and others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds modules as they are and hands each to its wrapper once it is loaded."""
+    """Finds modules as usual and calls a module's wrapper after loading."""
 
     def __init__(self, wrappers: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._wrappers = wrappers
@@ -21,7 +21,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec, or None for the other finders."""
+        """Return the spec of a module to wrap; None for other modules."""
         is_known = fullname in self._wrappers
         spec = importlib.machinery.PathFinder.find_spec(fullname, path) if is_known else None
         if spec is None or spec.loader is None:
@@ -36,7 +36,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-# By the environment variable that says where to write: what watches. The modules are beside this one, on the path.
+# The module with the wrappers, by the environment variable with the output path; the modules are in this directory.
 WATCHERS = {
     "DRAFTWIRE_TIMELINE": "recorder",
     "DRAFTWIRE_KERNEL_GAPS": "passes",

@@ -1,1 +1,1 @@
-"""The sampling kernels, beside a peer."""
+"""Benchmark of the sampling kernels."""

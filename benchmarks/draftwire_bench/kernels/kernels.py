@@ -1,11 +1,11 @@
-"""The sampling kernels on a GPU: microseconds beside a peer's, the bytes that must move, and the ratio to that floor.
+"""The sampling kernels on a GPU: their time, a peer's time, and the ratio to the time of the least memory traffic.
 
-Every call is captured in a CUDA graph together with calls on enough copies of the input to pass through the L2 cache
-several times; a replay is timed with CUDA events, the median of several is divided by the number of calls. Drafts are
-accepted about 3 of 5 on average. The floor is every row read once (filters: and written once) at copy bandwidth.
+A CUDA graph captures each call with calls on copies of the input that together exceed the L2 cache several times;
+replays are timed with CUDA events, and the median is divided by the number of calls. On average 3 of 5 drafts are
+accepted. The floor is the time to read every row once (filters: and write it once) at copy bandwidth.
 
-The filters are `process_logits` on all k + 1 rows of normally distributed logits, called eagerly, the host's work
-included; their peer is the reference, which sorts with torch.
+The filters are `process_logits` on all k + 1 rows of normally distributed logits, called eagerly and timed with the
+host's work; their peer is the reference implementation, which sorts with torch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from draftwire_kernels import (
 
 V, K, TOP_N = 128256, 5, 64
 ACCEPTANCE = 0.82
-"""Of each draft given the ones before it: 3.0 of 5 on average."""
+"""Probability that a draft is accepted after the earlier ones: 3.0 of 5 on average."""
 SPREAD = 0.455
-"""Standard deviation of draft logits around the target's, for a total variation of 1 - ACCEPTANCE."""
+"""Standard deviation between draft logits and the target's, for a total variation of 1 - ACCEPTANCE."""
 COPIED_BYTES = 300e6
 
 
@@ -51,7 +51,7 @@ class Inputs:
 
     @classmethod
     def make(cls, batch: int, form: str, seed: int, dtype: torch.dtype = torch.float32) -> Inputs:
-        """`form` is what is known of q: "one-hot", "dense" or "top-n"."""
+        """Draw inputs; `form` is the form of q: "one-hot", "dense" or "top-n"."""
         g = torch.Generator(DEVICE).manual_seed(seed)
         target = torch.randn(batch, K + 1, V, device=DEVICE, generator=g) * 2
         keys = derive_stream_keys(range(seed * 100_000, seed * 100_000 + batch)).to(DEVICE)
@@ -79,7 +79,7 @@ class Inputs:
         return cls(target, drafts.flatten(), cu_rows, temperature, keys, position, draft)
 
     def bytes(self) -> int:
-        """Return every row once."""
+        """Return the bytes of all rows."""
         size = self.target.nbytes
         return size if self.draft is None else size + sum(t.nbytes for t in self.draft if t is not None)
 
@@ -93,7 +93,7 @@ def ours(x: Inputs, **options: Any) -> Any:
 
 
 def theirs(peer: Peer, x: Inputs, **options: Any) -> Callable[[], object]:
-    """Verify the batch with the peer's kernels, on the same tensors."""
+    """Return a call that verifies the batch with the peer's kernels on the same tensors."""
     batch = len(x.temperature)
     request = torch.arange(batch, device=DEVICE, dtype=torch.int32)
     local = torch.arange(K + 1, device=DEVICE, dtype=torch.int32).repeat(batch)
@@ -111,7 +111,7 @@ def theirs(peer: Peer, x: Inputs, **options: Any) -> Callable[[], object]:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one kernel at one batch."""
+    """The measurement of one kernel with one batch."""
 
     name: str
     batch: int
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel: what is known of q, its own options and the peer's; None where the peer has no such kernel."""
+    """A kernel, the form of q, our options and the peer's (None if the peer has no such kernel)."""
 
     name: str
     form: str
@@ -176,8 +176,7 @@ FILTERS = (
 
 
 def measure_kernels(batch: int, peer: Peer | None, bandwidth: float, only: str) -> Iterator[Row]:
-    """Yield the rows of a batch whose names have `only` in them, as they are measured; `bandwidth` in bytes per
-    second."""
+    """Measure a batch and yield the rows whose names contain `only`; `bandwidth` is in bytes per second."""
     for case in GUMBEL:
         if only in case.name:
             yield _gumbel_row(case, batch, peer, bandwidth)

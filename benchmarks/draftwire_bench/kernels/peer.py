@@ -1,4 +1,4 @@
-"""A peer's sampling kernels: vLLM's `gumbel.py` and `rejection_sampler_utils.py` (Model Runner V2), alone."""
+"""Loads a peer's sampling kernels: vLLM's `gumbel.py` and `rejection_sampler_utils.py` (Model Runner V2)."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ PARENTS = (
 
 
 @triton.jit
-def _unused(x: Any) -> Any:  # the peer's file names a watermark kernel that is not called
+def _unused(x: Any) -> Any:  # the peer imports a watermark kernel, which is not called
     return x
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Its two modules."""
+    """The peer's modules."""
 
     gumbel: Any
     rejection: Any
 
 
 def load_peer(folder: Path) -> Peer:
-    """Return the peer's two files with stand-ins for what they import and these calls do not use.
+    """Load the peer's two files, with stubs for their imports that these calls do not use.
 
     Raises:
-        InvalidArgumentError: If they are not there.
+        InvalidArgumentError: If a file does not exist.
     """
     from triton.language.extra import libdevice
 
     for file in FILES:
         if not (folder / file).is_file():
-            raise InvalidArgumentError("peer", str(folder), f"must hold {' and '.join(FILES)}")
+            raise InvalidArgumentError("peer", str(folder), f"must contain {' and '.join(FILES)}")
     for parent in PARENTS:
         _stand_in(parent)
     _stand_in("vllm.triton_utils", tl=tl, triton=triton, tldevice=libdevice)

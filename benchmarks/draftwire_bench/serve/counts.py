@@ -1,7 +1,6 @@
-"""Whether a run did all of its work: every row verified, every draft made, every feature sent, nothing from a prefix.
+"""Checks that a run did all of its work: all rows verified, all drafts made, all features sent, no prefix reused.
 
-What should have been done follows from the token streams that the clients received; what was done is what the verifier
-counted.
+The expected work follows from the token streams that the clients received; the verifier counts the work that was done.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from draftwire_bench.serve.metrics import acceptance, sums
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one request takes when nothing is skipped."""
+    """The work of one request if nothing is skipped."""
 
     verify_steps: int
     drafted: tuple[int, ...]  # at each draft position
-    feature_rows: int  # that the drafter needs for the last of its drafts
+    feature_rows: int  # which the drafter needs for the last drafts
 
 
 def expected_work(timeline: Timeline, k: int, max_tokens: int) -> Work:
-    """Return the steps of a token stream of `max_tokens` tokens.
+    """Return the work of a token stream of `max_tokens` tokens.
 
-    The prompt's step gives the first token. Each verify step then drafts k tokens, or as many as leave room for one
-    more, and emits its accepted drafts and one token of the verifier's own.
+    The prompt's step emits the first token. Each verify step has k drafts, or fewer if the output has fewer than k + 1
+    tokens left, and emits the accepted drafts and one token sampled from the target.
     """
     drafted = [0] * k
     steps = feature_rows = 0
-    emitted, step_start = 1, 1  # tokens out; those that were out when the step began
+    emitted, step_start = 1, 1  # output tokens now, and when the step began
     for is_draft in timeline.drafted[1:]:
         emitted += 1
         if is_draft and emitted < len(timeline.drafted):
@@ -42,7 +41,7 @@ def expected_work(timeline: Timeline, k: int, max_tokens: int) -> Work:
         for position in range(num_drafts):
             drafted[position] += 1
         if num_drafts > 0:
-            # Row i of the head needs the token at i + 1, so the last of the tokens that are out has no row yet.
+            # Row i of the head needs the token at i + 1, so the last output token has no row yet.
             feature_rows = timeline.statistics.prompt_tokens + step_start - 1
         step_start = emitted
     return Work(steps, tuple(drafted), feature_rows)
@@ -55,13 +54,14 @@ def find_skipped(
     counters: pb.EngineCounters,
     feature_row_bytes: int,
 ) -> list[str]:
-    """Return missing or repeated steps; empty if there are none.
+    """Return descriptions of skipped or repeated work.
 
     Args:
-        k: Draft tokens per verify step of requests that ask for no number.
-        max_tokens: Tokens of each output, which no end of sequence cuts short.
-        counters: Of the verifier's engine, for these requests alone.
-        feature_row_bytes: Features of one row as its drafters take them.
+        timelines: All requests.
+        k: Drafts per verify step of requests that set no number.
+        max_tokens: Tokens of each output; requests ignore the end of sequence.
+        counters: The engine's counters for only these requests.
+        feature_row_bytes: Bytes of features per row.
     """
     ks = [k if timeline.num_speculative_tokens is None else timeline.num_speculative_tokens for timeline in timelines]
     works = [expected_work(timeline, own, max_tokens) for timeline, own in zip(timelines, ks, strict=True)]
@@ -73,7 +73,7 @@ def find_skipped(
         ("verify steps in the requests' statistics", steps, seen.verify_steps),
         ("verify steps in the engine's counters", steps, counters.verify_steps),
         ("rows were verified", steps + sum(drafted), counters.verify_rows),
-        ("prompt rows were computed (fewer where a prefix is found)", _prompt_tokens(timelines), counters.prompt_rows),
+        ("prompt rows were computed (fewer with prefix hits)", _prompt_tokens(timelines), counters.prompt_rows),
     ]
     for position, (due, made) in enumerate(zip_longest(drafted, seen.drafted, fillvalue=0), start=1):
         pairs.append((f"drafts were verified at position {position}", due, made))
@@ -88,8 +88,8 @@ def _prompt_tokens(timelines: Sequence[Timeline]) -> int:
 
 
 def _find_unsent(least: int, most: int, counters: pb.EngineCounters, feature_row_bytes: int) -> list[str]:
-    """`least` rows are needed for the last drafts; `most` is one for each token that another one follows."""
-    from draftwire.transport.carriers import carrier_name  # it loads torch, which takes seconds
+    """The last drafts need `least` rows; `most` is the number of tokens that have a successor."""
+    from draftwire.transport.carriers import carrier_name  # imports torch, which takes seconds
 
     rows = sum(traffic.feature_rows for traffic in counters.traffic)
     problems = [] if least <= rows <= most else [f"{rows} feature rows were sent instead of {least} to {most}"]

@@ -1,6 +1,6 @@
-"""Load on a verifier: requests sent by client processes, each with its own connection, and what came back when.
+"""Load on a verifier: client processes, each with its own connection, send requests and record the responses' times.
 
-Times are of the system's monotonic clock, which all processes of a host share.
+Times are of the monotonic clock, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from draftwire.v1.generate_pb2_grpc import GenerationAsyncStub
 
 CONNECT_TIMEOUT_S = 10.0
-# All processes get their plans within this time, and then start at once.
+# All processes get their plans within this time, and then start together.
 START_DELAY_S = 0.1
 POLL_S = 0.1
 TICK_S = 0.01
-# Beyond either, a client may be what limits the result.
+# Above either of these, a client may limit the result.
 MAX_CPU_SHARE = 0.7
 MAX_LAG_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request to send."""
+    """A request to send."""
 
     request: bytes  # a GenerateRequest
     not_before_s: float = 0.0  # after the start
@@ -47,14 +47,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a client saw of one request."""
+    """A client's record of one request."""
 
     sent: float
     arrivals: tuple[float, ...]  # of each message with tokens
     counts: tuple[int, ...]  # tokens of each such message
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]  # for each token, whether it is an accepted draft
-    num_speculative_tokens: int | None  # asked for; None for as many as the server drafts
+    num_speculative_tokens: int | None  # as requested; None for the server's number
     statistics: Statistics
 
 
@@ -63,7 +63,7 @@ class ClientLoad:
     """How busy a client process was."""
 
     cpu_share: float  # of one core
-    lag_p99_s: float  # how late its event loop ran what was due, 99th percentile
+    lag_p99_s: float  # latency of the event loop, 99th percentile
 
     @property
     def is_saturated(self) -> bool:
@@ -74,7 +74,7 @@ class ClientLoad:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     start: float
-    slots: list[list[tuple[int, Planned]]]  # (number, request); a slot sends one after another
+    slots: list[list[tuple[int, Planned]]]  # (number, request); a slot sends its requests one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ class _Seen:
 
 
 class ClientPool:
-    """Client processes of one verifier, kept for many runs. As a context manager they end with it."""
+    """Client processes of one verifier, kept for many runs; as a context manager, ends the processes on exit."""
 
     def __init__(self, address: str, num_processes: int, security: ClientSecurity = LOOPBACK) -> None:
-        # Not forked: gRPC's threads do not survive that.
+        # Not forked, because gRPC's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self._clients = []
         for number in range(num_processes):
@@ -101,9 +101,10 @@ class ClientPool:
     def run(
         self, slots: Sequence[Sequence[Planned]], on_poll: Callable[[], object] = lambda: None
     ) -> tuple[list[Timeline], list[ClientLoad]]:
-        """Send all requests, the requests of a slot one after another, and return the timelines, slot after slot.
+        """Send all requests, a slot's requests one after another; return the timelines slot by slot, and client loads.
 
         Args:
+            slots: Requests of each slot.
             on_poll: Called every POLL_S seconds while requests run.
 
         Raises:
@@ -151,7 +152,7 @@ class ClientPool:
 
 
 def _serve(address: str, security: ClientSecurity, connection: Connection) -> None:
-    """Run a client process: run plans until the other end closes."""
+    """Run plans in a client process until the other end closes the connection."""
     try:
         while True:
             plan: _Plan = connection.recv()
@@ -165,7 +166,7 @@ def _serve(address: str, security: ClientSecurity, connection: Connection) -> No
 
 
 def _text(error: BaseException, address: str) -> str:
-    """Return the message of a task group's first error, or of a single error."""
+    """Return the text of an error, or of a task group's first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
@@ -208,7 +209,7 @@ async def _tick(lags: list[float]) -> None:
 async def _request(
     stub: GenerationAsyncStub, planned: Planned, metadata: tuple[tuple[str, str], ...]
 ) -> Timeline:
-    """Little work for each message, so that one process takes many."""
+    """Send a request and record its timeline, with little work per message."""
     request = pb.GenerateRequest.FromString(planned.request)
     arrivals: list[float] = []
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""From timelines and counters to the figures that are reported."""
+"""Computes the reported figures from timelines and counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = ("draft", "wire", "verify", "sample", "host")
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a set of times, in seconds."""
+    """Mean and percentiles in seconds."""
 
     mean: float
     p50: float
@@ -25,7 +25,7 @@ class Percentiles:
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """Mean and percentiles, linear between neighbours; None of nothing."""
+    """Return mean and percentiles with linear interpolation; None without values."""
     given = np.fromiter(values, float)
     if not len(given):
         return None
@@ -34,14 +34,14 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What a client waits for, in seconds."""
+    """Latencies of requests, in seconds."""
 
     first_token: Percentiles | None
-    """From sending a request to its first token."""
+    """Time from sending a request to its first token."""
     inter_token: Percentiles | None
-    """Between a request's messages; with drafts a message brings several tokens."""
+    """Time between a request's messages; with drafts a message has several tokens."""
     per_output_token: Percentiles | None
-    """A request's time after its first token, over its tokens after the first; percentiles over requests."""
+    """Time after a request's first token, divided by the tokens after the first; percentiles over requests."""
 
 
 def latencies(timelines: Sequence[Timeline]) -> Latencies:
@@ -57,18 +57,18 @@ def latencies(timelines: Sequence[Timeline]) -> Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Output tokens of all requests over time."""
+    """Output tokens per second of all requests."""
 
     whole_run: float
-    """Tokens per second from the first request sent to the last token received, prompts included."""
+    """From the first request sent to the last token received, including prompts."""
     steady: float | None
-    """Tokens per second while all concurrent requests were decoding; None when they never were."""
+    """While all concurrent requests were decoding; None if they never were."""
     whole_run_s: float
     steady_s: float
 
 
 def throughput(timelines: Sequence[Timeline], concurrency: int | None) -> Throughput:
-    """`concurrency` None (requests that arrive at a rate) knows no steady state."""
+    """Return the throughput; there is no steady state without `concurrency` (requests that arrive at a rate)."""
     seconds = max(t.arrivals[-1] for t in timelines) - min(t.sent for t in timelines)
     steady = [] if concurrency is None else steady_intervals(timelines, concurrency)
     steady_s = sum(end - begin for begin, end in steady)
@@ -87,8 +87,8 @@ def throughput(timelines: Sequence[Timeline], concurrency: int | None) -> Throug
 
 
 def steady_intervals(timelines: Sequence[Timeline], concurrency: int) -> list[tuple[float, float]]:
-    """Return times in which that many requests were between their first and their last token."""
-    # At equal times ends come first: a slot's next request does not decode together with its last one.
+    """Return the intervals in which `concurrency` requests were between their first and last tokens."""
+    # At equal times, ends precede begins: the requests of a slot do not overlap.
     events = sorted([(t.arrivals[0], 1) for t in timelines] + [(t.arrivals[-1], -1) for t in timelines])
     intervals = []
     decoding = 0
@@ -110,17 +110,17 @@ class Acceptance:
 
     @property
     def length(self) -> float | None:
-        """Tokens emitted per verify step, bonus included."""
+        """Return the emitted tokens per verify step, including the bonus token."""
         return self.verify_tokens / self.verify_steps if self.verify_steps else None
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Accepted over drafted at each position."""
+        """Return accepted over drafted at each position."""
         return tuple(a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True))
 
 
 def acceptance(timelines: Sequence[Timeline]) -> Acceptance:
-    """Return the sums of what the verifier reports for each request."""
+    """Return the sums of the requests' statistics."""
     statistics = [t.statistics for t in timelines]
     return Acceptance(
         verify_steps=sum(s.verify_steps for s in statistics),
@@ -136,7 +136,7 @@ def sums(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def difference(before: pb.EngineCounters, after: pb.EngineCounters) -> pb.EngineCounters:
-    """Return what an engine did between two readings of its counters."""
+    """Return the difference between two readings of an engine's counters."""
     result = pb.EngineCounters()
     for field in result.DESCRIPTOR.fields:
         if field.message_type is None:
@@ -160,14 +160,14 @@ def difference(before: pb.EngineCounters, after: pb.EngineCounters) -> pb.Engine
 
 
 def step_seconds(counters: pb.EngineCounters) -> dict[str, float]:
-    """Mean seconds of an engine step by phase."""
+    """Return the mean seconds of an engine step by phase."""
     return {phase: getattr(counters.times, f"{phase}_s") / max(counters.steps, 1) for phase in PHASES}
 
 
 def steady_counters(
     readings: Sequence[tuple[float, pb.EngineCounters]], intervals: Sequence[tuple[float, float]]
 ) -> pb.EngineCounters | None:
-    """Return what the engine did between the first and the last reading of the longest interval, if it did anything."""
+    """Return the counters between the first and the last reading in the longest interval; None without steps."""
     begin, end = max(intervals, key=lambda interval: interval[1] - interval[0], default=(0.0, 0.0))
     within = [counters for time, counters in readings if begin <= time <= end]
     if len(within) < 2:

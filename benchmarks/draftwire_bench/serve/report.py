@@ -1,4 +1,4 @@
-"""What `draftwire bench serve` prints, writes and plots."""
+"""The report and plot of `draftwire bench serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from draftwire_bench.serve.serve import LevelResult, ServeOptions
 
 
 def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Sequence[LevelResult]) -> dict[str, Any]:
-    """Return the JSON form, without the environment."""
+    """Return the report as JSON-compatible values, without the environment."""
     return {
         "benchmark": "serve",
         "server": describe_server(info),
@@ -81,7 +81,7 @@ def _level(result: LevelResult) -> dict[str, Any]:
 
 
 def _carrier_name(carrier: int) -> str:
-    from draftwire.transport.carriers import carrier_name  # it loads torch, which takes seconds
+    from draftwire.transport.carriers import carrier_name  # imports torch, which takes seconds
 
     return carrier_name(carrier)
 
@@ -106,7 +106,7 @@ def _counters(counters: pb.EngineCounters) -> dict[str, Any]:
 
 
 def speed_ups(results: Sequence[LevelResult]) -> list[tuple[LevelResult, float]]:
-    """Return each result with drafting on, and its speed over that of its level with drafting off."""
+    """Return each result with drafting on, and its throughput relative to the same level with drafting off."""
     off = {result.level: result for result in results if not result.drafting}
     return [
         (on, on.tokens_per_s / off[on.level].tokens_per_s) for on in results if on.drafting and on.level in off
@@ -127,10 +127,10 @@ def print_report(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult
 
 
 def work_text(name: str, problems: Sequence[str], counters: pb.EngineCounters) -> str:
-    """Say what work was left out or repeated at a level, what it means for the figures, and why drafts were missing."""
+    """Describe the skipped or repeated work of a level, the consequence for the figures, and why drafts are missing."""
     text = (
-        f"{name}: {'; '.join(problems)}. So this is not the speed of a fixed number of drafts in every step: "
-        "compare it as what this load gets, not with runs that do all of the work."
+        f"{name}: {'; '.join(problems)}. So this is not the speed with a fixed number of drafts in every step: "
+        "do not compare it to runs that do all of the work."
     )
     missing = sorted(counted(counters.fallbacks).items(), key=lambda pair: -pair[1])
     if not missing:
@@ -138,7 +138,7 @@ def work_text(name: str, problems: Sequence[str], counters: pb.EngineCounters) -
     causes = "; ".join(f"{tokens} because {cause_text(cause)}" for cause, tokens in missing)
     text += f" Tokens without drafts: {causes}."
     if pb.FALLBACK_CAUSE_PACE in dict(missing):
-        text += " A verifier with --no-adaptive-k always asks for all drafts."
+        text += " A verifier with --no-adaptive-k always requests all drafts."
     return text
 
 
@@ -154,7 +154,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _speed_table(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult]) -> Table:
-    title = f"{info.target} on {info.device} in {info.dtype}: output tokens/s; drafts accepted per position"
+    title = f"{info.target} on {info.device} in {info.dtype}: output tokens/s; acceptance rate per position"
     table = _table(title, ("steady state", "whole run", "on / off", "requests/s", "acceptance length", "per position"))
     ratios = {id(on): ratio for on, ratio in speed_ups(results)}
     for result in results:
@@ -188,7 +188,7 @@ def _milliseconds(value: Percentiles | None) -> str:
 
 
 def _step_table(results: Sequence[LevelResult]) -> Table:
-    title = "An engine step, mean ms by phase, in the steady state where one was seen; bytes to and from the drafters"
+    title = "An engine step, mean ms by phase, in the steady state if any; bytes to and from the drafters"
     table = _table(title, (*PHASES, "sum", "steps", "rows / step", "bytes / accepted", "carrier"))
     for result in results:
         counters = result.steady_counters or result.counters
@@ -213,15 +213,15 @@ def clients_text(loads: Sequence[tuple[str, ClientLoad]]) -> str:
     figures = f"busiest process {100 * busiest:.0f} % of a core, event loop {1000 * latest:.1f} ms late at p99"
     levels = list(dict.fromkeys(name for name, load in loads if load.is_saturated))
     if not levels:
-        return f"The client processes had time to spare ({figures}): they did not limit the result."
+        return f"The client processes did not limit the result ({figures})."
     return (
-        f"The client processes were too busy at {', '.join(levels)} ({figures}): there they may have limited the "
-        "result instead of the verifier. Measure again with more --client-processes, or from another machine."
+        f"The client processes may have limited the result at {', '.join(levels)} ({figures}). "
+        "Measure again with more --client-processes, or from another machine."
     )
 
 
 def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
-    """Throughput against load as a PNG.
+    """Plot throughput over load as a PNG.
 
     Raises:
         BenchmarkError: Without matplotlib.
@@ -250,7 +250,7 @@ def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
 
 
 def load_matplotlib() -> Any:
-    """matplotlib's Figure.
+    """Return matplotlib's Figure.
 
     Raises:
         BenchmarkError: Without matplotlib.
@@ -259,6 +259,6 @@ def load_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BenchmarkError(
-            "--plot needs matplotlib, which the extra `bench` brings: pip install 'draftwire[bench]'"
+            "--plot needs matplotlib, which is in the extra `bench`: pip install 'draftwire[bench]'"
         ) from error
     return Figure

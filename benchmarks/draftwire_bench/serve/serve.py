@@ -30,21 +30,21 @@ from draftwire_bench.serve.metrics import (
 from draftwire_bench.serve.workload import Level, Shape, in_slots, take
 from draftwire_bench.services import wait_for_drafters
 
-# One process of clients takes this many streams without being what limits them.
+# Requests that one client process can handle without limiting the result.
 REQUESTS_PER_CLIENT = 16
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is measured."""
+    """Options of a measurement."""
 
     levels: Sequence[Level]
     shape: Shape
     drafting: Sequence[bool] = (False, True)
-    num_requests: int | None = None  # of each level; None for the level's own number
-    warmup_tokens: int = 16  # output of the requests before each measurement; 0 for none
+    num_requests: int | None = None  # of each level; None for the level's default
+    warmup_tokens: int = 16  # output tokens of the requests before each measurement; 0 for none
     client_processes: int | None = None
-    allows_skipped: bool = False  # under synthetic acceptance too: fewer drafts may be asked for
+    allows_skipped: bool = False  # allow fewer drafts with synthetic acceptance
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,29 @@ class LevelResult:
     counters: pb.EngineCounters  # of the whole run
     steady_counters: pb.EngineCounters | None  # of a time in which all requests were decoding
     clients: Sequence[ClientLoad]
-    problems: Sequence[str]  # work that was skipped or done twice
+    problems: Sequence[str]  # work that was skipped or repeated
 
     @property
     def tokens_per_s(self) -> float:
-        """In the steady state where there was one."""
+        """Return the throughput in the steady state, or of the whole run without one."""
         steady = self.throughput.steady
         return self.throughput.whole_run if steady is None else steady
 
     @property
     def requests_per_s(self) -> float:
-        """Over the whole run."""
+        """Return the requests per second of the whole run."""
         return self.requests / self.throughput.whole_run_s
 
     @property
     def bytes_per_accepted_token(self) -> float | None:
-        """Features and draft logits, over the drafts that were accepted."""
+        """Return the bytes of features and draft logits per accepted draft."""
         sent = sum(traffic.feature_bytes + traffic.logits_bytes for traffic in self.counters.traffic)
         accepted = sum(self.acceptance.accepted)
         return sent / accepted if accepted else None
 
 
 class MeasurementInterrupted(KeyboardInterrupt):
-    """Ctrl-C in a measurement, with the levels that were measured until then."""
+    """Ctrl-C in a measurement, with the levels measured so far."""
 
     def __init__(self, info: pb.GetVerifierInfoResponse, results: list[LevelResult]) -> None:
         super().__init__()
@@ -99,13 +99,15 @@ def measure(
     """Run all levels against the verifier at `address`; return its description and the results.
 
     Args:
-        prompts: Makes the prompts for a verifier, without end.
-        announce: Told what comes next.
-        security: Of the clients' connections.
+        address: HOST:PORT.
+        options: What to measure.
+        prompts: Returns endless prompts for a verifier.
+        announce: Called with a description of each level before it runs.
+        security: Security settings of the clients' connections.
 
     Raises:
-        InvalidArgumentError: If the verifier cannot take a level.
-        BenchmarkError: If a request fails, others use the verifier, or work was skipped under synthetic acceptance.
+        InvalidArgumentError: If the verifier does not support a level.
+        BenchmarkError: If a request fails, others use the verifier, or work was skipped with synthetic acceptance.
         MeasurementInterrupted: On Ctrl-C.
     """
     with Client(address, security) as client:
@@ -142,14 +144,14 @@ def _check(info: pb.GetVerifierInfoResponse, options: ServeOptions) -> None:
     for level in options.levels:
         if level.concurrency is not None and level.concurrency > info.max_num_seqs:
             raise InvalidArgumentError(
-                "concurrency", level.concurrency, f"the verifier computes at most {info.max_num_seqs} requests at once"
+                "concurrency", level.concurrency, f"the verifier runs at most {info.max_num_seqs} requests concurrently"
             )
         if options.num_requests is not None and options.num_requests < (level.concurrency or 1):
             raise InvalidArgumentError(
                 "num_requests", options.num_requests, f"must be at least the concurrency, {level.concurrency}"
             )
     if len({drafter.feature_row_bytes for drafter in info.drafters}) > 1:
-        raise BenchmarkError("the drafters take features of different sizes: measure one kind of head at a time")
+        raise BenchmarkError("the drafters use features of different sizes: measure one kind of head at a time")
 
 
 class _Runner:
@@ -188,8 +190,8 @@ class _Runner:
         problems = find_skipped(timelines, self._k, options.shape.output_tokens, counters, self._row_bytes)
         if problems and self._is_synthetic and not options.allows_skipped:
             raise BenchmarkError(
-                f"{level} requests, drafting {'on' if drafting else 'off'}: work was skipped or done twice, so the "
-                f"speed means nothing: {'; '.join(problems)}"
+                f"{level} requests, drafting {'on' if drafting else 'off'}: work was skipped or repeated, so the "
+                f"result is not valid: {'; '.join(problems)}"
             )
         concurrency = level.concurrency
         intervals = [] if concurrency is None else steady_intervals(timelines, concurrency)
@@ -210,8 +212,8 @@ class _Runner:
         info = self._client.info()
         if info.requests_running or info.requests_waiting:
             raise BenchmarkError(
-                f"the verifier computes {info.requests_running + info.requests_waiting} requests of others: "
-                "measure it while nobody else uses it"
+                f"the verifier has {info.requests_running + info.requests_waiting} requests of other clients: "
+                "measure a verifier without other clients"
             )
         return info.counters
 

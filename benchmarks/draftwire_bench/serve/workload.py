@@ -15,23 +15,22 @@ from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.validation import build_sampling_params, parse_json_object
 from draftwire_bench.serve.load import Planned
 
-# Seconds for which requests arrive at a level of the request rate, unless their number is given.
+# Seconds for which requests arrive in a level with a request rate, unless their number is set.
 RATE_SECONDS = 30.0
-# Parameters that a measurement sets, those that could end an output before it has all tokens, and min_tokens, which
-# delays what cannot occur.
+# Parameters that a measurement sets, that could end an output early, or that have no effect (min_tokens).
 OWN_PARAMETERS = {"max_tokens", "min_tokens", "temperature", "ignore_eos", "seed", "stop", "stop_token_ids"}
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Requests in flight at once, or requests arriving per second at random: exactly one is given."""
+    """A number of concurrent requests, or a rate of random arrivals per second; exactly one is set."""
 
     concurrency: int | None = None
     request_rate: float | None = None
 
     @property
     def default_requests(self) -> int:
-        """Requests sent when no number is given."""
+        """Return the number of requests if none is set."""
         if self.concurrency is not None:
             return 2 * self.concurrency
         assert self.request_rate is not None
@@ -43,16 +42,16 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What all requests of a measurement have in common."""
+    """The options that all requests of a measurement share."""
 
     output_tokens: int
     temperature: float
     seed: int
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # further parameters: see `parse_sampling`
-    num_speculative_tokens: Sequence[int | None] = (None,)  # of the requests in turn; None for the server's
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # further parameters, see `parse_sampling`
+    num_speculative_tokens: Sequence[int | None] = (None,)  # alternating over requests; None for the server's
 
     def request(self, prompt: Prompt, number: int, *, drafting: bool, max_tokens: int) -> Planned:
-        """Return the request with this number, which ignores the end of sequence."""
+        """Return request `number`, which ignores the end of sequence."""
         ks = self.num_speculative_tokens
         options: dict[str, Any] = {
             **self.sampling,
@@ -66,21 +65,20 @@ class Shape:
 
 
 def parse_sampling(argument: str) -> dict[str, Any]:
-    """Return the parameters of all requests, from a JSON object or the path of a file with one.
+    """Return the sampling parameters of all requests, from a JSON object or a file with one.
 
     Raises:
-        InvalidArgumentError: For no such object, for parameters that are wrong, and for those that a measurement sets
-            itself or that could end an output early.
+        InvalidArgumentError: If there is no such object, or if a parameter is invalid or one of OWN_PARAMETERS.
     """
     options = parse_json_object("sampling_params", argument)
     for name in sorted(OWN_PARAMETERS & options.keys()):
-        raise InvalidArgumentError(f"sampling_params.{name}", options[name], "is not free in a measurement")
+        raise InvalidArgumentError(f"sampling_params.{name}", options[name], "cannot be set in a measurement")
     build_sampling_params(**options)
     return options
 
 
 def random_prompts(length: int, vocab_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the prompts of random tokens without end; no two share a prefix."""
+    """Yield endless prompts of random tokens, which share no prefix."""
     rng = random.Random(seed)
     while True:
         yield [rng.randrange(vocab_size) for _ in range(length)]
@@ -118,9 +116,7 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
 
 
 def in_slots(requests: Sequence[Planned], level: Level, seed: int) -> list[list[Planned]]:
-    """Return requests as a level sends them: in as many slots as may be in flight, or each at its own random time.
-
-    The times are those of a Poisson process, so that the number of arrivals in any second is random too.
+    """Return requests as a level sends them: in `concurrency` slots, or one per slot at the times of a Poisson process.
     """
     if level.concurrency is not None:
         return [list(requests[slot :: level.concurrency]) for slot in range(level.concurrency)]
@@ -131,7 +127,7 @@ def in_slots(requests: Sequence[Planned], level: Level, seed: int) -> list[list[
 
 
 def endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """Yield the prompts over and over."""
+    """Repeat the prompts endlessly."""
     return cycle(prompts)
 
 

@@ -1,1 +1,1 @@
-"""How long tensors travel between two processes of one host."""
+"""Latency of tensors between two processes of one host."""

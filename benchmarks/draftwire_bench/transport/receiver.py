@@ -1,4 +1,4 @@
-"""The receiving process of `draftwire bench transport`: takes tensors as a drafter takes features."""
+"""The receiving process of `draftwire bench transport`, which receives tensors as a drafter receives features."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ Context = grpc.aio.ServicerContext[pb.DraftRequest, pb.DraftResponse]
 
 
 def pattern(num_elements: int) -> torch.Tensor:
-    """Return what both processes know is sent, but for the first and the last element, which are the step's number."""
+    """Return the tensor that is sent, except that its first and last elements are the step's number."""
     return torch.arange(num_elements, dtype=DTYPE).mul_(-1640531527)
 
 
 def serve(connection: Connection, device: torch.device) -> None:
-    """Send its port over the connection, and the times of arrival of a stream's steps when the stream has ended."""
+    """Serve streams; send the port over the connection first, and the arrival times of each stream's steps at its end.
+    """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(connection, device))
 
@@ -40,7 +41,7 @@ async def _serve(connection: Connection, device: torch.device) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     connection.send(port)
-    await asyncio.to_thread(connection.poll, None)  # true when the sender's process has ended, however it did
+    await asyncio.to_thread(connection.poll, None)  # returns when the sender's process ends
 
 
 class _Receiver(draft_pb2_grpc.DraftingServicer):
@@ -48,11 +49,11 @@ class _Receiver(draft_pb2_grpc.DraftingServicer):
         self._connection = connection
         self._device = device
 
-    # It reads and writes through the context and so is no iterator.
+    # Reads and writes through the context, and therefore is no iterator.
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:
-        """Serve a stream of steps with features; answer each when its features are on the device."""
+        """Serve a stream of steps with features; answer each step when its features are on the device."""
         hello = (await context.read()).hello
         shared = SharedSegments()
         if hello.HasField("rendezvous"):
@@ -84,11 +85,11 @@ async def _read(context: Context, loader: _Loader) -> None:
 
 
 class _Loader:
-    """Loads the features of steps in a thread of its own, which the channel wakes, as a drafter's engine does.
+    """Loads the features of steps in a separate thread that the channel wakes, like a drafter's engine.
 
     Attributes:
-        arrivals: Times at which the features were on the device, step after step, monotonic seconds.
-        answers: To be written to the stream; a text says what is wrong, None that all is done.
+        arrivals: Monotonic times when each step's features were on the device.
+        answers: Answers to write to the stream; a text is an error, None the end.
     """
 
     def __init__(self, device: torch.device, shared: SharedSegments, num_elements: int) -> None:
@@ -102,7 +103,7 @@ class _Loader:
         self._loop = asyncio.get_running_loop()
 
     def run(self) -> None:
-        """Until the stream ends or something arrives that was not sent."""
+        """Load features until the stream ends or a tensor is wrong."""
         make_current(self._device)
         if self._channel is not None:
             self.inbox.watch(self._channel.fileno(), self._read_channel)
@@ -125,7 +126,7 @@ class _Loader:
             return None
 
     def _take(self, message: pb.DraftRequest | bytes) -> str | None:
-        """Load a step, answer it by the same way, and return its error, if any."""
+        """Load a step and answer it the same way; return an error, if any."""
         request = pb.DraftRequest.FromString(message) if isinstance(message, bytes) else message
         features = self.receiver.claim(request.step.features, "features", DTYPE, (None,)).load()
         if self._device.type == "cuda":
@@ -133,12 +134,12 @@ class _Loader:
         self.arrivals.append(time.monotonic())
         step_id, count = request.step.step_id, len(features)
         if not (int(features[0]) == int(features[-1]) == step_id):
-            return f"step {step_id}: another step's {features.nbytes} bytes have arrived"
+            return f"step {step_id}: the {features.nbytes} bytes are of another step"
         if not torch.equal(features[1:-1], self._expected[1 : count - 1]):
-            return f"step {step_id}: other bytes than the {features.nbytes} that were sent have arrived"
+            return f"step {step_id}: the {features.nbytes} bytes differ from those that were sent"
         answer = pb.DraftResponse(drafts=pb.Drafts(step_id=step_id, features_read=self.receiver.generation_read))
         if not isinstance(message, bytes):
             self._loop.call_soon_threadsafe(self.answers.put_nowait, answer)
         elif self._channel is None or not self._channel.send(answer.SerializeToString()):
-            return f"step {step_id}: its answer does not go through the ring"
+            return f"step {step_id}: the answer does not fit into the ring"
         return None

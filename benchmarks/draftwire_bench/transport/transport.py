@@ -1,8 +1,8 @@
-"""How long tensors travel from one process of this host to another, by every carrier.
+"""Latency of tensors from one process of this host to another, for every carrier.
 
-The sender has a verifier's part and the receiver a drafter's: a stream of `Drafting.Draft`, and the rendezvous, the
-segments and the rings of `draftwire.transport`. One step at a time. Its time is one-way, from the tensor in
-the sender's device memory to the tensor in the receiver's, on the monotonic clock that all processes of a host share.
+The sender acts as a verifier and the receiver as a drafter, with a stream of `Drafting.Draft`, and the rendezvous,
+segments and rings of `draftwire.transport`. The latency of a step is from the tensor in the sender's device memory to
+the tensor in the receiver's, by the monotonic clock, which all processes of a host share; one step runs at a time.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ TIMEOUT_S = 60.0
 
 
 class Way(NamedTuple):
-    """Where the elements of a tensor are, and what the message goes by: the ring or the stream."""
+    """The carrier of a tensor's elements, and whether the message is sent through the ring or the stream."""
 
     carrier: pb.Carrier
     is_direct: bool
 
     @property
     def message_by(self) -> str:
-        """In words."""
+        """Return the message's transport as text."""
         return "ring" if self.is_direct else "gRPC"
 
 
@@ -76,17 +76,17 @@ WAYS = (
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What is measured; sizes in bytes, multiples of 4."""
+    """Options of a measurement; sizes in bytes, multiples of 4."""
 
     sender_device: torch.device
     receiver_device: torch.device
     sizes: Sequence[int]
-    repeats: int  # of each size by each way; fewer where they take longer than LONGEST_S
+    repeats: int  # of each size and way; fewer if they take longer than LONGEST_S
 
 
 @dataclass(frozen=True)
 class Row:
-    """One size by one way; without times `missing` says why there are none, and without a size that goes for all."""
+    """The latencies of one size and way, or `missing` with the reason; a row without a size is for all sizes."""
 
     carrier: str
     message_by: str
@@ -98,15 +98,15 @@ class Row:
 
     @property
     def gb_per_s(self) -> float | None:
-        """At the median."""
+        """Return the bandwidth at the median latency."""
         return self.num_bytes / self.median_us / 1e3 if self.num_bytes and self.median_us else None
 
 
 def measure_transport(options: TransportOptions, announce: Callable[[str], object] = lambda _: None) -> list[Row]:
-    """Measure all sizes by all ways; `announce` is called with each next one.
+    """Measure all sizes and ways; `announce` is called with each way.
 
     Raises:
-        BenchmarkError: If other bytes arrive than were sent, or none do.
+        BenchmarkError: If received bytes are wrong or missing.
     """
     make_current(options.sender_device)
     rows = []
@@ -119,8 +119,8 @@ def measure_transport(options: TransportOptions, announce: Callable[[str], objec
 
 @contextlib.contextmanager
 def _receiver_process(device: torch.device) -> Iterator[tuple[Connection, str]]:
-    """Run a receiver while the context lasts; yields the pipe to it and its address."""
-    context = multiprocessing.get_context("spawn")  # neither gRPC's threads nor CUDA survive a fork
+    """Run a receiver; yield the connection to its process, and its address."""
+    context = multiprocessing.get_context("spawn")  # gRPC's threads and CUDA do not survive a fork
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, device), name="receiver", daemon=True)
     process.start()
@@ -138,14 +138,14 @@ def _received(connection: Connection) -> object:
             return connection.recv()
     except (EOFError, ConnectionError):
         pass
-    raise BenchmarkError("the receiving process has died or says nothing")
+    raise BenchmarkError("the receiving process has died or does not respond")
 
 
 def _measure_way(way: Way, connection: Connection, address: str, options: TransportOptions) -> list[Row]:
     name = carrier_name(way.carrier)
     largest = max(options.sizes)
     if way.carrier not in offered_carriers([way.carrier], options.sender_device):
-        return [Row(name, way.message_by, missing=f"does not take tensors of {options.sender_device}")]
+        return [Row(name, way.message_by, missing=f"not possible for tensors on {options.sender_device}")]
     departures = None
     with _connected(way, address, largest, options.sender_device) as stream:
         if stream is not None:
@@ -174,12 +174,12 @@ def _why_not(carrier: pb.Carrier, num_bytes: int, device: torch.device) -> str:
         return str(error)
     for fd in fds:
         os.close(fd)
-    return "the two processes could not share it"
+    return "the processes could not share a segment"
 
 
 @contextlib.contextmanager
 def _connected(way: Way, address: str, largest: int, device: torch.device) -> Iterator[_Stream | None]:
-    """Open a stream by a way while the context lasts; yields None if the two cannot share the memory."""
+    """Open a stream with a way and yield it; yield None if the processes cannot share memory."""
     hello = pb.VerifierHello(
         features=pb.FeatureSpec(width=largest // DTYPE.itemsize, dtype=pb.DTYPE_INT32),
         carriers=list(dict.fromkeys([way.carrier, pb.CARRIER_BYTES])),
@@ -202,7 +202,7 @@ def _connected(way: Way, address: str, largest: int, device: torch.device) -> It
 
 @contextlib.contextmanager
 def _running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a separate thread while the context lasts."""
+    """Run an event loop in a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -215,7 +215,7 @@ def _running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class _Stream:
-    """The sender's end, as a verifier's: messages are written and read on the event loop, or go through the ring."""
+    """The sender's end, like a verifier's: messages are written and read on the event loop or through the ring."""
 
     def __init__(self, way: Way, device: torch.device, loop: asyncio.AbstractEventLoop) -> None:
         self._way = way
@@ -228,7 +228,7 @@ class _Stream:
         self._last_step = 0
 
     def use(self, shared: SharedSegments, hello: pb.DrafterHello) -> bool:
-        """Take the rendezvous' segments, and return whether the way can use them."""
+        """Use the rendezvous' segments; return whether they support the way."""
         self._sender = TensorSender(self._device, shared.outgoing)
         if shared.channel is not None:
             self._channel = shared.channel
@@ -237,9 +237,9 @@ class _Stream:
         return has_channel and self._sender.carrier == hello.carrier == self._way.carrier
 
     async def talk(self, address: str, hello: pb.VerifierHello) -> None:
-        """Open the stream, and read and write until both sides have ended it."""
+        """Open the stream, and read and write until both sides have closed it."""
         async with open_async_channel(address, LOOPBACK, CHANNEL_OPTIONS) as channel:
-            counting: Any = CountingChannel(channel, lambda *_: None)  # it takes encoded messages
+            counting: Any = CountingChannel(channel, lambda *_: None)  # accepts encoded messages
             call = DraftingStub(counting).Draft()
             try:
                 await call.write(pb.DraftRequest(hello=hello))
@@ -269,7 +269,7 @@ class _Stream:
         """Return the next answer.
 
         Raises:
-            BenchmarkError: If there is none.
+            BenchmarkError: If there is none in time, or the receiver has failed.
         """
         try:
             answer = self._inbox.get(TIMEOUT_S)
@@ -280,8 +280,7 @@ class _Stream:
         return answer
 
     def send_all(self, size: int, repeats: int) -> list[float]:
-        """Send tensors, each after the previous answer; return the departure times, or nothing if tensors do not
-        fit."""
+        """Send tensors, each after the previous answer; return their departure times, none if tensors do not fit."""
         tensor = pattern(size // DTYPE.itemsize).to(self._device)
         departed: list[float] = []
         for number in range(WARMUP + repeats):
