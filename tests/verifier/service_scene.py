@@ -33,8 +33,9 @@ MAX_TOKENS = 50
 CONFIG = speculative_config_from_mapping({})
 
 
-def make_host() -> EngineHost:
-    limits = EngineLimits(max_num_seqs=2, max_queue=1, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
+def make_host(*, is_async: bool = False) -> EngineHost:
+    sizes = {"max_num_seqs": 2, "max_queue": 1, "max_prefill_rows": 64, "num_blocks": 33}
+    limits = EngineLimits(**sizes, draft_deadline_s=None, async_scheduling=is_async)
     return EngineHost(make_target(), CONFIG, limits, [], LOOPBACK)
 
 
@@ -106,8 +107,10 @@ class Served:
                 self.process.join()
 
 
-def served(*, behind_socket: bool = True, codec: Any = None, directory: Path = Path()) -> Served:
-    host = make_host()
+def served(
+    *, behind_socket: bool = True, is_async: bool = False, codec: Any = None, directory: Path = Path()
+) -> Served:
+    host = make_host(is_async=is_async)
     return Served(host, EngineThread(host) if behind_socket else None, codec, directory)
 
 

@@ -19,6 +19,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vp
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from draftwire.v1.generate_pb2_grpc import GenerationStub
+from verifier_service.core.request import Request
+
+# Tokens of an output that takes the tiny target a while.
+LONG = 240
 
 
 def request(*, stream: bool = True, name: str = "", **params: Any) -> vp.GenerateRequest:
@@ -95,15 +99,29 @@ def test_abort_ends_a_request_and_frees_its_place():
     run(scene, play)
 
 
-def test_a_dropped_stream_ends_its_request():
-    scene = served(behind_socket=False)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_dropped_streams_are_in_one_more_step_at_most(is_async: bool, monkeypatch: pytest.MonkeyPatch):
+    """The engine counts a step when it begins, so a step that runs when the engine is told is counted already."""
+    scene = served(behind_socket=False, is_async=is_async)
+    engine = scene.host.engine
+    cancel, steps_when_told = engine.cancel, []
+
+    def note_and_cancel(cancelled: Request, *given: Any) -> None:
+        steps_when_told.append(engine.counters().steps)
+        cancel(cancelled, *given)
+
+    monkeypatch.setattr(engine, "cancel", note_and_cancel)
 
     async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
-        call = stub.Generate(request())
-        await call.read()
-        call.cancel()
+        calls = [stub.Generate(request(max_tokens=LONG)) for _ in range(2)]
+        for call in calls:
+            await call.read()
+        for call in calls:
+            call.cancel()
         await until_idle(scene)
-        assert scene.host.engine.kv_cache_usage == 0
+        assert len(steps_when_told) == 2
+        assert engine.counters().steps <= steps_when_told[-1] + 1 < LONG
+        assert engine.kv_cache_usage == 0
 
     run(scene, play)
 
