@@ -39,7 +39,7 @@ help:
 	@echo 'make test-fuzz     hostile input on both ports: FUZZ_CASES (100000) from FUZZ_SEED (1)'
 	@echo 'make test-gateway  both services behind smg: the clients of OpenAI and Anthropic, load, a verifier that dies'
 	@echo 'make test-pacing   what drafts gain over links of every kind, in simulated time; fails where they cost throughput'
-	@echo 'make test-compose  build both images, scale and kill their containers under load, plain and with TLS; needs docker'
+	@echo 'make test-compose  build all images, scale and kill their containers under load, plain and with TLS; needs docker'
 	@echo 'make lint          ruff, the layers of imports, and mypy'
 	@echo 'make protos        generate the stubs from proto/'
 	@echo 'make run-log       list the result files of benchmarks/results in its README.md'

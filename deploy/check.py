@@ -1,12 +1,13 @@
-"""Starts the stack, scales and kills drafters under load, and checks that clients are not affected.
+"""Brings the stack up, scales and kills drafters under load, and checks that no client noticed.
 
-    python -m deploy.check                 builds the images first; --no-build uses existing images
-    python -m deploy.check --tls           with deploy/tls.yml and new certificates and tokens
+    python -m deploy.check                 builds the images first; --no-build takes those that are there
+    python -m deploy.check --tls           with deploy/tls.yml, and certificates and tokens made for it
 
-The number of drafters goes 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in
-between. Then two verifiers share two drafters, one verifier is removed while requests run, and the drafters change to
-another head one by one; with TLS, authorities and certificates are replaced last. Every request must succeed, and every
-output must equal the output without drafts. Otherwise the exit status is 1.
+Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; containers are killed in between. Then two
+verifiers share two drafters, one verifier is taken away while it works, and the drafters change to another head, one
+after the other. In plain text, clients of OpenAI's HTTP API then chat through the gateway while verifiers come and go,
+and Prometheus scrapes all of them; with TLS, authorities and certificates are replaced at last. Every request must
+succeed, and every output must be what it was before, without drafts. Exits with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import os
 import shlex
 import shutil
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,8 @@ from pathlib import Path
 import click
 from safetensors.torch import load_file, save_file
 
-from deploy.stack import HERE, Secrets, Stack, run
+from deploy.gateway_check import check_gateway
+from deploy.stack import HERE, Secrets, Stack, run, wait_until
 from draftwire import AsyncClient, Client
 from draftwire.contract.client_security import ClientSecurity
 from draftwire.contract.errors import DraftwireError, RequestError
@@ -45,15 +46,10 @@ PROMPTS = [
 ]
 OUTPUT_TOKENS = 200
 NUM_CLIENTS = 4
-TIMEOUT_S = 300.0
-
-# Prints a container's user and capabilities, and whether a world-writable folder refuses writes.
-INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/file 2>/dev/null || echo read-only"
-INSPECTED = ["10001", "0000000000000000", "read-only"]
 
 
 def _make_models(directory: Path) -> None:
-    """Write the demo pair and a second head with changed weights, readable by the containers' user."""
+    """Write the demo pair, and its head with other weights, readable by the containers' user."""
     for name, source in (("target", "target"), ("head", "head"), (NEW_HEAD, "head")):
         shutil.copytree(DEMO / source, directory / name)
     file = directory / NEW_HEAD / "model.safetensors"
@@ -65,7 +61,7 @@ def _make_models(directory: Path) -> None:
 
 
 class Load:
-    """Clients that generate greedily, each one request at a time."""
+    """Clients that generate greedily, one request after another."""
 
     def __init__(self, security: ClientSecurity, expected: list[list[int]]) -> None:
         self._security = security
@@ -76,7 +72,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self, servers: Sequence[str]) -> AsyncIterator[None]:
-        """Run the clients, spread over the servers; on exit wait for their last requests."""
+        """Run the clients, spread over the servers; leave when their last requests have ended."""
         self._is_stopped = False
         async with AsyncExitStack() as opened:
             clients = [await opened.enter_async_context(AsyncClient(server, self._security)) for server in servers]
@@ -88,7 +84,7 @@ class Load:
                 await work
 
     def stop(self) -> None:
-        """Start no further requests; running requests continue."""
+        """Start no further request; the running ones go on."""
         self._is_stopped = True
 
     async def wait_for(self, requests: int) -> None:
@@ -116,7 +112,7 @@ class Load:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[list[str]]:
-        """Print the counts of a stage, after the remarks that the caller appends to the yielded list."""
+        """Print the counts of a stage, with the remarks appended to the yielded list."""
         requests, drafted = self.requests, self.drafted
         remarks: list[str] = []
         yield remarks
@@ -126,7 +122,7 @@ class Load:
 
 @click.command()
 @click.option("--build/--no-build", default=True, show_default=True, help="Build the images first.")
-@click.option("--build-args", default="", help="Arguments of `docker build`, such as secrets.")
+@click.option("--build-args", default="", help="Arguments of `docker build`, as its secrets.")
 @click.option("--tls", is_flag=True, help="With mutual TLS and tokens.")
 @click.option("--requests", default=8, show_default=True, type=click.IntRange(1), help="Requests in each stage.")
 def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
@@ -139,7 +135,7 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
         given = Secrets(own) if tls else None
         stack = Stack(models, given)
         with _running(stack):
-            _inspect(stack)
+            stack.inspect(*SERVICES)
             if tls:
                 _check_refusal(stack)
             _check_sharing(stack)
@@ -147,9 +143,11 @@ def main(build: bool, build_args: str, tls: bool, requests: int) -> None:
             asyncio.run(_scale_drafters(stack, load, requests))
             asyncio.run(_scale_verifiers(stack, load, requests))
             asyncio.run(_upgrade_head(stack, load, requests))
-            if given is not None:
+            if given is None:
+                load.problems += check_gateway(stack, requests)
+            else:
                 asyncio.run(_renew(stack, load, requests, given, Secrets(other)))
-                _inspect(stack)
+                stack.inspect(*SERVICES)
     click.echo(f"{load.requests} requests, {len(load.problems)} problems, {load.accepted} of {load.drafted} accepted")
     for problem in load.problems:
         click.echo(problem)
@@ -176,19 +174,19 @@ async def _scale_drafters(stack: Stack, load: Load, requests: int) -> None:
 
 
 async def _scale_verifiers(stack: Stack, load: Load, requests: int) -> None:
-    """Let two verifiers share two drafters; then remove one verifier while requests run on both."""
+    """Two verifiers share two drafters; then one is taken away while requests run at both."""
     stack.scale(2, verifiers=2)
     _wait_for_drafters(stack, 2, verifiers=2)
     async with load.running(stack.servers()):
         with load.stage("2 verifiers, 2 drafters"):
             await load.wait_for(requests)
-        with load.stage("1 verifier, the other drains"):
+        with load.stage("1 verifier, the other ends what it has"):
             load.stop()
             await asyncio.to_thread(stack.scale, 2, 1)
 
 
 async def _upgrade_head(stack: Stack, load: Load, requests: int) -> None:
-    """Change both drafters to another head, in the order of docs/operations.md: new ones start before old ones stop."""
+    """Both drafters change to another head, in the order of docs/operations.md: the new ones start beside the old."""
     old = stack.containers("drafter")
     (old_head,) = _heads(stack)
     stack.serve_head(NEW_HEAD)
@@ -208,7 +206,7 @@ async def _upgrade_head(stack: Stack, load: Load, requests: int) -> None:
 
 
 def _heads(stack: Stack) -> set[str]:
-    """Return the head fingerprints of the first verifier's ready drafters."""
+    """Return the fingerprints of the heads of the drafters that are ready at the first verifier."""
     with Client(stack.servers()[0], stack.security) as client:
         drafters = client.info().drafters
     return {drafter.head_fingerprint for drafter in drafters if drafter.state == pb.DRAFTER_STATE_READY}
@@ -223,7 +221,7 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
         with load.stage("new certificates"):
             given.issue(new)
             await load.wait_for(requests)
-        with load.stage("old authorities removed, both drafters replaced") as remarks:
+        with load.stage("the old authorities gone, both drafters replaced") as remarks:
             given.trust(new)
             for drafters in (0, 2):
                 await asyncio.to_thread(stack.scale, drafters)
@@ -231,11 +229,11 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
             remarks.append(f"2 ready after {settled_s:.1f} s")
             await load.wait_for(requests)
     async with load.running(stack.servers()):
-        with load.stage("new connections"):
+        with load.stage("clients that connect now"):
             await load.wait_for(requests)
     new.issue(given)
     with Client(stack.servers()[0], new.client) as client:
-        _expect_refusal(client, "UNAVAILABLE", "a client with an old certificate")
+        _expect_refusal(client, "UNAVAILABLE", "a client with a certificate of before")
 
 
 @contextmanager
@@ -249,29 +247,18 @@ def _running(stack: Stack) -> Iterator[None]:
         click.echo(stack.compose("logs", "--tail=30"))
         raise
     finally:
-        stack.compose("down", "--volumes", "--timeout", "5")
+        stack.down()
 
 
 def _build(arguments: Sequence[str]) -> None:
-    """Build both images with docker itself, because docker-compose 1.29 does not forward secrets."""
+    """Build all images; by docker itself, since docker-compose 1.29 passes no secrets on."""
     environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
-    # A build argument without a value is read from the environment; its default is the Dockerfile's.
+    # Without a value docker takes that of the environment, and the Dockerfile's where there is none.
     variables = [part for name in ("BASE_IMAGE", "PIP_ARGS", "APT_PACKAGES") for part in ("--build-arg", name)]
-    for service in SERVICES:
+    for service in (*SERVICES, "gateway"):
         names = ["--target", service, "--tag", f"draftwire-{service}"]
         given = [*names, "--file", str(HERE / "Dockerfile"), *variables, *arguments]
         run(["docker", "build", *given, str(HERE.parent)], environment)
-
-
-def _inspect(stack: Stack) -> None:
-    """Check that all containers are healthy and run as the image's user, without capabilities, on a read-only root."""
-    for service in SERVICES:
-        for container in stack.containers(service):
-            found = run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
-            if found != INSPECTED:
-                raise click.ClickException(f"{service}: user, capabilities, root are {found}, not {INSPECTED}")
-            _wait_until(partial(_health, container), "healthy", f"the health of {service}")
-    click.echo(f"both services: healthy; user {INSPECTED[0]}, no capabilities, read-only root file system")
 
 
 def _check_sharing(stack: Stack) -> None:
@@ -279,12 +266,8 @@ def _check_sharing(stack: Stack) -> None:
     with Client(stack.servers()[0], stack.security) as client:
         carriers = {drafter.features_carrier for drafter in client.info().drafters}
     if carriers != {draft_pb2.CARRIER_SHM}:
-        raise click.ClickException(f"the features' carriers are {carriers}, not only shared memory")
+        raise click.ClickException(f"the features' carriers are {carriers}, not shared memory alone")
     click.echo("features travel in shared memory")
-
-
-def _health(container: str) -> str:
-    return run(["docker", "inspect", "-f", "{{.State.Health.Status}}", container]).strip()
 
 
 def _check_refusal(stack: Stack) -> None:
@@ -300,12 +283,12 @@ def _expect_refusal(client: Client, status: str, who: str) -> None:
         if error.status != status:
             raise
     else:
-        raise click.ClickException(f"{who} was accepted")
+        raise click.ClickException(f"{who} was let in")
     click.echo(f"{who}: refused")
 
 
 def _expected(stack: Stack) -> list[list[int]]:
-    """Return the greedy outputs without drafts."""
+    """Greedy outputs without drafts."""
     with Client(stack.servers()[0], stack.security) as client:
         done = [
             client.complete(
@@ -317,7 +300,7 @@ def _expected(stack: Stack) -> list[list[int]]:
 
 
 def _ready_drafters(stack: Stack) -> list[int] | str:
-    """Return the number of ready drafters of each verifier, or why a verifier does not answer."""
+    """Return how many drafters are ready at each verifier, or why one does not answer."""
     counts = []
     for server in stack.servers():
         try:
@@ -330,18 +313,8 @@ def _ready_drafters(stack: Stack) -> list[int] | str:
 
 
 def _wait_for_drafters(stack: Stack, count: int, verifiers: int = 1) -> float:
-    """Wait until each verifier has `count` ready drafters; return the seconds."""
-    return _wait_until(partial(_ready_drafters, stack), [count] * verifiers, "ready drafters of each verifier")
-
-
-def _wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
-    """Call `look` until it returns the wanted value; return the seconds."""
-    began = time.monotonic()
-    while (found := look()) != wanted:
-        if time.monotonic() - began > TIMEOUT_S:
-            raise click.ClickException(f"{what}: {found} after {TIMEOUT_S:.0f} s, not {wanted}")
-        time.sleep(0.1)
-    return time.monotonic() - began
+    """Wait until each verifier has this many ready drafters, and return the seconds."""
+    return wait_until(partial(_ready_drafters, stack), [count] * verifiers, "ready drafters at each verifier")
 
 
 if __name__ == "__main__":

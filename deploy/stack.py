@@ -7,7 +7,9 @@ import secrets
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -18,7 +20,13 @@ from draftwire.contract.client_security import LOOPBACK, ClientSecurity
 HERE = Path(__file__).parent
 PROJECT = "draftwire-check"
 PORTS = "127.0.0.1:50951-50952"
-# The names in each certificate, by authority.
+GATEWAY = "127.0.0.1:50960"
+PROMETHEUS = "127.0.0.1:50961"
+TIMEOUT_S = 300.0
+# What each container must print: its user, no capability, and that a folder which is open to all refuses writes.
+INSPECTION = "id -u; grep CapEff /proc/self/status | cut -f 2; touch /var/tmp/file 2>/dev/null || echo read-only"
+INSPECTED = ["10001", "0000000000000000", "read-only"]
+# By authority: the names in each certificate.
 CERTIFICATES = {
     "ca": {"verifier": ["127.0.0.1"], "client": ["client"]},
     "drafter-ca": {"drafter": ["drafter", "127.0.0.1"], "drafter-client": ["drafter-client"]},
@@ -26,7 +34,7 @@ CERTIFICATES = {
 
 
 class Secrets:
-    """The files that deploy/tls.yml mounts, readable by the containers' user, and a client's certificate."""
+    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,13 +54,13 @@ class Secrets:
         return ClientSecurity(ca=ca, certificate=certificate, key=key, token_file=tokens)
 
     def trust(self, *all_trusted: Secrets) -> None:
-        """Write the trusted authorities into the files that compose mounts."""
+        """Write the trusted authorities to the files that compose has mounted, as `issue` does."""
         for name in CERTIFICATES:
             pems = [trusted._authorities[name].cert_pem.bytes() for trusted in all_trusted]
             (self.directory / f"{name}.pem").write_bytes(b"".join(pems))
 
     def issue(self, issuer: Secrets) -> None:
-        """Write certificates of the issuer's authorities into the files that compose mounts."""
+        """Write certificates of the issuer's authorities."""
         for authority, certificates in CERTIFICATES.items():
             for name, hosts in certificates.items():
                 issued = issuer._authorities[authority].issue_cert(*hosts)
@@ -64,13 +72,14 @@ class Stack:
     """The compose project."""
 
     def __init__(self, models: Path, given: Secrets | None) -> None:
-        """With secrets, the services run with TLS and tokens."""
+        """Serves the models; with secrets the services run with TLS and tokens."""
         self._command = compose_command()
         self._files = [HERE / "docker-compose.yml"]
-        # A drain may take long on a busy machine.
-        drain = {"VERIFIER_ARGS": "--drain-timeout 300", "VERIFIER_STOP_GRACE": "310s"}
+        # A busy machine has all the time that it needs to end its requests.
+        drain = {"VERIFIER_ARGS": "--drain-timeout 300 --kv-events", "VERIFIER_STOP_GRACE": "310s"}
         served = {"MODELS": str(models), "TARGET": "target", "HEAD": "head"}
-        self._environment = {**os.environ, **drain, **served, "VERIFIER_PORTS": PORTS}
+        ports = {"VERIFIER_PORTS": PORTS, "GATEWAY_PORT": GATEWAY, "PROMETHEUS_PORT": PROMETHEUS}
+        self._environment = {**os.environ, **drain, **served, **ports}
         self.security = LOOPBACK
         if given is not None:
             self._files.append(HERE / "tls.yml")
@@ -78,20 +87,45 @@ class Stack:
             self.security = given.client
 
     def compose(self, *arguments: str) -> str:
-        """Run compose and return its output; a failure's error contains the output."""
+        """Run compose and return its output; a failure's error has the output too."""
         files = [part for file in self._files for part in ("-f", str(file))]
         return run([*self._command, *files, "-p", PROJECT, *arguments], self._environment)
 
     def scale(self, drafters: int, verifiers: int = 1) -> None:
-        """Set the numbers of drafters and verifiers."""
+        """Set the numbers of containers."""
         counts = ["--scale", f"drafter={drafters}", "--scale", f"verifier={verifiers}"]
         self.compose("up", "-d", "--no-build", "--no-recreate", *counts)
+
+    def start(self, *services: str) -> None:
+        """Start services of profiles beside the others."""
+        self.compose("up", "-d", "--no-build", "--no-recreate", "--no-deps", *services)
+
+    def remove(self, *services: str) -> None:
+        """Stop and remove all containers of services."""
+        self.compose("rm", "--stop", "--force", *services)
+
+    def down(self) -> None:
+        """Remove everything, the services of profiles too."""
+        self.compose("--profile", "gateway", "--profile", "monitoring", "down", "--volumes", "--timeout", "5")
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's running containers."""
         labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
         filters = [part for label in labels for part in ("--filter", f"label={label}")]
         return run(["docker", "ps", "-q", *filters]).split()
+
+    def inspect(self, *services: str) -> None:
+        """Check that every container of the services runs as the image's user without capabilities, cannot write to
+        its root, and becomes healthy.
+        """
+        for service in services:
+            for container in self.containers(service):
+                found = run(["docker", "exec", container, "sh", "-c", INSPECTION]).split()
+                if found != INSPECTED:
+                    raise click.ClickException(f"{service}: user, capabilities, root are {found}, not {INSPECTED}")
+                wait_until(partial(_health, container), "healthy", f"the health of {service}")
+        user = f"user {INSPECTED[0]}, no capabilities, read-only root file system"
+        click.echo(f"{' and '.join(services)}: healthy; {user}")
 
     def servers(self) -> list[str]:
         """Return the addresses of the verifiers on the host."""
@@ -112,13 +146,27 @@ class Stack:
         self._environment["HEAD"] = head
 
     def end(self, container: str) -> None:
-        """Stop a container, which drains, and remove it."""
+        """Let a container drain, and remove it."""
         run(["docker", "stop", "--time", "30", container])
         run(["docker", "rm", container])
 
 
+def _health(container: str) -> str:
+    return run(["docker", "inspect", "-f", "{{.State.Health.Status}}", container]).strip()
+
+
+def wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
+    """Poll `look` until it returns the wanted value, and return the seconds."""
+    began = time.monotonic()
+    while (found := look()) != wanted:
+        if time.monotonic() - began > TIMEOUT_S:
+            raise click.ClickException(f"{what}: {found} after {TIMEOUT_S:.0f} s, not {wanted}")
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
 def run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """Return the output of a command; a failure's error contains the output."""
+    """Output of a command; what it says is in the error when it fails."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise click.ClickException(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
@@ -126,10 +174,10 @@ def run(command: Sequence[str], environment: dict[str, str] | None = None) -> st
 
 
 def compose_command() -> list[str]:
-    """Return the command of Docker's compose plugin, or docker-compose without the plugin."""
+    """Return the plugin of version 2 where there is one, else docker-compose."""
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     if plugin.returncode == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    raise click.ClickException("neither `docker compose` nor `docker-compose` is installed")
+    raise click.ClickException("neither `docker compose` nor `docker-compose` is there")
