@@ -80,7 +80,7 @@ def test_every_message_is_recorded_with_contents_and_request(recorded):
         assert 0 <= message["drafts"] <= K
         assert (message["sequences"] > 0) == (message["drafts"] > 0)
         assert message["wait_until"] >= message["sent"]
-        assert isinstance(message["has_histories"], bool)
+        assert isinstance(message["has_backlog"], bool)
     assert max(message["sequences"] for message in messages) in (1, 2)
 
 

@@ -303,11 +303,11 @@ def test_a_service_that_ends_meanwhile_is_named_with_its_log(monkeypatch):
         *("--concurrency", "2", "--prompt-tokens", "16", "--output-tokens", "900"),
     )
     assert result.exit_code == 1
-    told = " ".join(result.output.split())
+    output = " ".join(result.output.split())
     # To name the Python code, the frames of threads that still run are read, and reading one in mid-change may fault.
     statuses = f"{signal.SIGABRT.value}|{signal.SIGSEGV.value}"
-    assert re.search(f"the verifier ended with status -({statuses}); its log: ", told)
-    assert "Fatal Python error: Aborted" in told
+    assert re.search(f"the verifier ended with status -({statuses}); its log: ", output)
+    assert "Fatal Python error: Aborted" in output
 
 
 def test_a_long_log_keeps_what_came_first_and_last():

@@ -98,13 +98,13 @@ def test_a_message_has_the_time_at_which_it_was_written(ends):
 
 
 @pytest.mark.parametrize("said", [0, 2**63, 2**64 - 1])
-def test_a_time_that_lies_is_between_the_last_look_and_now(said):
+def test_a_time_that_lies_is_between_the_last_look_and_now(value):
     rings = HostSegment.unshared(ring_bytes(1, 1), CPU)
     here, there = ends_of(rings)
     looked = time.monotonic()
     assert there.receive() == []
     assert here.send(b"x")
-    rings.memory.numpy()[128:].view("uint64")[2] = said
+    rings.memory.numpy()[128:].view("uint64")[2] = value
     (record,) = there.receive()
     assert looked <= record.written <= time.monotonic()
 
@@ -239,12 +239,12 @@ def test_skips_without_end_end_the_look():
 
 
 @pytest.mark.parametrize("said", [2**64 - 1, 64 * 9, 63])
-def test_a_peer_that_says_it_has_read_what_was_not_sent(said):
+def test_a_peer_that_says_it_has_read_what_was_not_sent(value):
     _, reads, here, there = hostile()
     assert here.send(b"12345678")
     assert len(there.receive()) == 1
     assert here.send(b"12345678")  # its `read` is known to be 128 now
-    reads[0] = said
+    reads[0] = value
     assert not here.send(b"x")
 
 

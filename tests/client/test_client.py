@@ -347,16 +347,16 @@ def _retry_after(verifier, metadata: tuple[tuple[str, str | bytes], ...]) -> lis
     """What both clients say of a server that is full."""
     verifier.script, verifier.failure = [], (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     verifier.failure_metadata = metadata
-    with Client(verifier.address) as client, pytest.raises(QueueFullError) as told:
+    with Client(verifier.address) as client, pytest.raises(QueueFullError) as refused:
         client.complete("abc")
 
     async def use() -> None:
         async with AsyncClient(verifier.address) as client:
             await client.complete("abc")
 
-    with pytest.raises(QueueFullError) as told_async:
+    with pytest.raises(QueueFullError) as refused_async:
         asyncio.run(use())
-    return [told.value.retry_after_s, told_async.value.retry_after_s]
+    return [refused.value.retry_after_s, refused_async.value.retry_after_s]
 
 
 def test_a_full_server_tells_when_to_come_again(verifier):

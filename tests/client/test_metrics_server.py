@@ -188,10 +188,10 @@ def test_a_connection_that_trickles_is_cut_in_time(authority, encrypted, monkeyp
 
 def client_hello() -> bytes:
     """What a client says first."""
-    said = ssl.MemoryBIO()
+    outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), said, server_hostname="localhost").do_handshake()
-    return said.read()
+        ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()
 
 
 def is_cut(client: socket.socket, byte: int) -> bool:

@@ -13,10 +13,10 @@ from draftwire_cli.output import interrupted_text
 def info(tokens_per_s: tuple[float, ...] = (), **tokens: int) -> pb.GetVerifierInfoResponse:
     """What a verifier reports: tokens that were generated without drafts, counted by cause."""
     plan = pb.DraftPlan(tokens_per_s=tokens_per_s)
-    told = pb.GetVerifierInfoResponse(drafters=[pb.DrafterStatus(plan=plan)])
+    info = pb.GetVerifierInfoResponse(drafters=[pb.DrafterStatus(plan=plan)])
     for cause, count in tokens.items():
-        told.counters.fallbacks.add(cause=pb.FallbackCause.Value(f"FALLBACK_CAUSE_{cause}"), tokens=count)
-    return told
+        info.counters.fallbacks.add(cause=pb.FallbackCause.Value(f"FALLBACK_CAUSE_{cause}"), tokens=count)
+    return info
 
 
 def explained(drafted: int, steps: int, before: pb.GetVerifierInfoResponse, after: pb.GetVerifierInfoResponse) -> str:

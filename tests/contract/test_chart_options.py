@@ -314,7 +314,7 @@ def test_values_that_do_not_go_together_are_refused(values, text):
 @pytest.mark.full
 def test_the_program_that_downloads_knows_its_options():
     program = "from huggingface_hub.cli.hf import main; main()"
-    told = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-c", program, "download", "--help"], capture_output=True, text=True, check=True
     )
-    assert all(option in told.stdout for option in ("--revision", "--local-dir", "--include"))
+    assert all(option in shown.stdout for option in ("--revision", "--local-dir", "--include"))

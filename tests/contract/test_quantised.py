@@ -84,7 +84,7 @@ def test_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("message", "reason"),
     [
         ("Loading needs `accelerate`: run `pip install accelerate`.", "Loading needs `accelerate`"),
         ("Type x is unknown. Update with `pip install --upgrade transformers`", "Type x is unknown."),
@@ -92,5 +92,5 @@ def test_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
         ("pip install gptqmodel", "ImportError"),
     ],
 )
-def test_advice_to_install_packages_is_left_out(said: str, told: str) -> None:
-    assert reason_of(ImportError(said)) == told
+def test_advice_to_install_packages_is_left_out(message: str, reason: str) -> None:
+    assert reason_of(ImportError(message)) == reason

@@ -90,10 +90,10 @@ def test_memory_is_given_back_once_all_that_lies_before_it_is(head: TinyHead, wi
     """Rows that nobody waits for are computed after the drafts, whose answer tells what has been read."""
     engine = make_engine(head)
     first, second = connect(engine), connect(engine)
-    told = []
-    second.session.deliver = lambda _: told.append(wire.receiver.generation_read)
+    generations = []
+    second.session.deliver = lambda _: generations.append(wire.receiver.generation_read)
     wire.send(first, [Rows(1, Text(1), 0, 60)], [1])
     wire.send(second, [Rows(1, Text(2), 0, 5, drafts=4)], [1])
     run(engine)
-    assert told == [0]
+    assert generations == [0]
     assert wire.receiver.generation_read == 2

@@ -143,14 +143,14 @@ def test_sessions_with_logits_leave_no_memory_taken() -> None:
 
 def test_warm_up_captures_greedy_steps_and_reports_progress() -> None:
     engine = make_engine(CountedHead(device="cuda"), max_num_seqs=4)
-    told = []
+    captured = []
 
     def track(shapes: list) -> list:
-        told.extend(shapes)
+        captured.extend(shapes)
         return shapes
 
     engine.warm_up(track)
-    assert [(shape.num_sequences, shape.num_drafts) for shape in told] == [
+    assert [(shape.num_sequences, shape.num_drafts) for shape in captured] == [
         (size, drafts) for size in (4, 2, 1) for drafts in (4, 3, 2, 1)
     ]
     engine.head.passes()

@@ -47,28 +47,28 @@ def test_answers_are_counted_by_drafts_and_status():
     answer.add_failure(3, pb.SEQUENCE_STATUS_NO_CAPACITY)
     collector.count(answer)
     collector.count(RuntimeError("out of memory"))
-    told = samples(collector)
-    assert (told["draftwire_draft_sessions"], told["draftwire_draft_sequences"]) == (2, 3)
-    assert told["draftwire_kv_cache_usage_perc"] == 0.25
-    assert told["draftwire_drafted_tokens_total"] == 7
-    assert told["draftwire_draft_answers_total ok"] == 2
-    assert told["draftwire_draft_answers_total no_capacity"] == 1
-    assert told["draftwire_draft_session_failures_total"] == 1
-    assert told["draftwire_draft_step_seconds_count"] == 1
-    assert told["draftwire_draft_step_seconds_sum"] == pytest.approx(0.003)
+    values = samples(collector)
+    assert (values["draftwire_draft_sessions"], values["draftwire_draft_sequences"]) == (2, 3)
+    assert values["draftwire_kv_cache_usage_perc"] == 0.25
+    assert values["draftwire_drafted_tokens_total"] == 7
+    assert values["draftwire_draft_answers_total ok"] == 2
+    assert values["draftwire_draft_answers_total no_capacity"] == 1
+    assert values["draftwire_draft_session_failures_total"] == 1
+    assert values["draftwire_draft_step_seconds_count"] == 1
+    assert values["draftwire_draft_step_seconds_sum"] == pytest.approx(0.003)
 
 
 def test_queue_evictions_and_idle_time_are_the_engines():
-    told = samples(collector_of())
-    assert (told["draftwire_draft_steps_unanswered"], told["draftwire_draft_rows_waiting"]) == (6, 70)
-    assert told["draftwire_draft_evictions_total"] == 5
-    assert told["draftwire_idle_seconds_total"] == 4.0
+    values = samples(collector_of())
+    assert (values["draftwire_draft_steps_unanswered"], values["draftwire_draft_rows_waiting"]) == (6, 70)
+    assert values["draftwire_draft_evictions_total"] == 5
+    assert values["draftwire_idle_seconds_total"] == 4.0
 
 
 def test_batches_begun_ahead_are_counted_by_outcome():
-    told = samples(collector_of())
-    assert told["draftwire_draft_batches_ahead_total taken"] == 11
-    assert told["draftwire_draft_batches_ahead_total wasted"] == 2
+    values = samples(collector_of())
+    assert values["draftwire_draft_batches_ahead_total taken"] == 11
+    assert values["draftwire_draft_batches_ahead_total wasted"] == 2
 
 
 def test_each_step_is_in_the_histogram_once_with_its_time():
@@ -131,14 +131,14 @@ def test_a_served_drafter_counts_what_a_stream_brings(drafter: ServedDrafter):
     stream.ask(step_message(2, [Rows(1, Text(1), 5, 2, drafts=3)]))
     assert list(answer.statuses) == [OK]
     name = "draftwire_step_time_seconds"
-    wait_for(drafter, lambda told: told[f"{name}_count compute"] == 2)  # a step ends after its answer has gone out
-    told = samples(drafter.collector)
-    assert told["draftwire_wire_bytes_total grpc received features"] == 4 * (5 + 2) * WIDTH
-    assert told["draftwire_wire_bytes_total grpc sent logits"] == 4 * (4 + 3) * DRAFT_VOCAB
-    assert told["draftwire_draft_rows_waiting"] == 0
+    wait_for(drafter, lambda values: values[f"{name}_count compute"] == 2)  # a step ends after its answer has gone out
+    values = samples(drafter.collector)
+    assert values["draftwire_wire_bytes_total grpc received features"] == 4 * (5 + 2) * WIDTH
+    assert values["draftwire_wire_bytes_total grpc sent logits"] == 4 * (4 + 3) * DRAFT_VOCAB
+    assert values["draftwire_draft_rows_waiting"] == 0
     for phase in ("decode", "compute", "answer"):
-        assert told[f"{name}_sum {phase}"] > before[f"{name}_sum {phase}"]
-    assert told[f"{name}_sum compute"] >= told["draftwire_draft_step_seconds_sum"] > 0
+        assert values[f"{name}_sum {phase}"] > before[f"{name}_sum {phase}"]
+    assert values[f"{name}_sum compute"] >= values["draftwire_draft_step_seconds_sum"] > 0
     stream.end()
 
 
@@ -162,7 +162,7 @@ def test_a_step_is_unanswered_until_its_answer_goes_out(drafter: ServedDrafter):
 
 
 def wait_for_unanswered(drafter: ServedDrafter, count: int) -> None:
-    wait_for(drafter, lambda told: told["draftwire_draft_steps_unanswered"] == count)
+    wait_for(drafter, lambda values: values["draftwire_draft_steps_unanswered"] == count)
 
 
 def wait_for(drafter: ServedDrafter, condition: Callable[[dict[str, float]], bool]) -> None:

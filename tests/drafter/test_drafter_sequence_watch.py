@@ -28,7 +28,7 @@ def drafts_for(*counts: int) -> Answer:
     return answer
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, object]]]:
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, object]]]:
     """(level, message, fields) of each line."""
     return [(one.levelname, one.getMessage(), getattr(one, "fields", {})) for one in caplog.records]
 
@@ -40,7 +40,7 @@ def test_a_sequence_is_told_when_it_opens_and_ends(caplog):
     watch.take_answer(drafts_for(4, 3))
     watch.take_answer(drafts_for(2))
     watch.take_step(pb.DraftStep(closed_ids=[1]))
-    lines = told(caplog)
+    lines = lines_of(caplog)
     assert [(level, message) for level, message, _ in lines] == [
         ("DEBUG", "sequence opened"), ("DEBUG", "sequence opened"), ("DEBUG", "sequence ended")
     ]  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_sequence_that_is_not_taken_is_a_warning(caplog):
     answer = Answer(1)
     answer.add_failure(1, pb.SEQUENCE_STATUS_NO_CAPACITY)
     watch.take_answer(answer)
-    ((level, _, values),) = told(caplog)
+    ((level, _, values),) = lines_of(caplog)
     assert (level, values["request_id"], values["status"]) == ("WARNING", "r-1", "no_capacity")
 
 
@@ -70,7 +70,7 @@ def test_an_error_names_the_requests_whose_drafts_end(caplog):
     watch = SequenceWatch("v")
     watch.take_step(opening([f"r-{i}" for i in range(100)]))
     watch.end(RuntimeError("out of memory"))
-    ((level, _, values),) = told(caplog)
+    ((level, _, values),) = lines_of(caplog)
     assert (level, values["error"], values["sequences"]) == ("WARNING", "out of memory", 100)
     assert values["request_ids"] == [f"r-{i}" for i in range(MAX_NAMED)]
 

@@ -187,9 +187,9 @@ def test_a_malformed_announcement_is_named(drafter: ServedDrafter, changes: dict
     with connected(drafter) as other, connected(drafter) as direct:
         direct.ask(first_step(text))
         direct.announce(step_message(2, [Rows(1, text, 5, 2, drafts=4)]), **changes)
-        code, told = direct.stream.error()
+        code, detail = direct.stream.error()
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert re.search(message, told), told
+        assert re.search(message, detail), detail
         assert other.ask(first_step(Text(8))).step_id == 1
 
 
@@ -216,9 +216,9 @@ def test_a_malformed_commit_is_named(drafter: ServedDrafter, changes: dict[str, 
             commit.ClearField(name)
             commit.MergeFrom(pb.Commit(**{name: value}))
         direct.send(commit)
-        code, told = direct.stream.error()
+        code, detail = direct.stream.error()
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert re.search(message, told), told
+        assert re.search(message, detail), detail
         assert other.ask(first_step(Text(8))).step_id == 1
 
 
@@ -231,17 +231,17 @@ def test_an_announced_step_is_committed_once(drafter: ServedDrafter, way: str) -
         direct.ask(commit if way == "commit" else pb.DraftStep(step_id=2, replaces=1))
         commit.step_id = 3
         direct.send(commit)
-        code, told = direct.stream.error()
+        code, detail = direct.stream.error()
     assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "commit.announced_id = 1: must be announced, and neither committed nor replaced: none is" in told
+    assert "commit.announced_id = 1: must be announced, and neither committed nor replaced: none is" in detail
 
 
 def test_nothing_is_replaced_that_was_not_announced(drafter: ServedDrafter) -> None:
     with connected(drafter) as direct:
         direct.send(pb.DraftStep(step_id=1, replaces=1))
-        code, told = direct.stream.error()
+        code, detail = direct.stream.error()
     assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "replaces = 1: must be at most 0, announced so far" in told
+    assert "replaces = 1: must be at most 0, announced so far" in detail
 
 
 def test_a_verifier_that_announces_and_commits_nothing_is_ended(drafter: ServedDrafter) -> None:
@@ -250,9 +250,9 @@ def test_a_verifier_that_announces_and_commits_nothing_is_ended(drafter: ServedD
         direct.ask(first_step(text))
         for number in range(MAX_ANNOUNCED + 1):
             direct.announce(step_message(2, [Rows(1, text, 6 + number, 2, drafts=4)]))
-        code, told = direct.stream.error()
+        code, detail = direct.stream.error()
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert told == "4 announced steps are neither committed nor replaced"
+        assert detail == "4 announced steps are neither committed nor replaced"
         assert other.ask(first_step(Text(8))).step_id == 1
 
 
@@ -260,9 +260,9 @@ def test_nothing_is_announced_over_the_stream(drafter: ServedDrafter) -> None:
     stream = drafter.connect()
     stream.ask(first_step(Text(4)))
     stream.send_request(pb.DraftRequest(announce=pb.Announce(announced_id=1, sequence_ids=[1])))
-    code, told = stream.error()
+    code, detail = stream.error()
     assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "message = 'announce': must be a step after the hello" in told
+    assert "message = 'announce': must be a step after the hello" in detail
 
 
 def test_steps_that_come_both_ways_are_taken_in_order(drafter: ServedDrafter) -> None:

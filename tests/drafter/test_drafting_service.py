@@ -156,9 +156,9 @@ class TestFusion:
     def test_features_fused_for_another_head_are_refused(
         self, drafter: ServedDrafter, changes: dict[str, Any], text: str
     ) -> None:
-        code, told = drafter.refusal(hello(**changes))
+        code, detail = drafter.refusal(hello(**changes))
         assert code == FAILED_PRECONDITION
-        assert f"features.{text}" in told
+        assert f"features.{text}" in detail
 
 
 class TestEnds:
@@ -224,8 +224,8 @@ class TestEnds:
 
     def test_a_hello_that_never_comes(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(message_reading, "MESSAGE_S", 0.2)
-        told = "no hello: the message did not arrive within 0.2 s"
-        assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, told)
+        detail = "no hello: the message did not arrive within 0.2 s"
+        assert drafter.stream().error() == (grpc.StatusCode.DEADLINE_EXCEEDED, detail)
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["lost", "refused"])

@@ -19,11 +19,11 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
     """What has been prepared, of steps that were not announced too."""
     made, prepare = [], Proposer.prepare
 
-    def noted(self: Proposer, *args: Any) -> Prepared:
+    def note(self: Proposer, *args: Any) -> Prepared:
         made.append(prepare(self, *args))
         return made[-1]
 
-    monkeypatch.setattr(Proposer, "prepare", noted)
+    monkeypatch.setattr(Proposer, "prepare", note)
     return made
 
 

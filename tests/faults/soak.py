@@ -159,7 +159,7 @@ class Watch:
 
     def run(self) -> None:
         """Until `stopping`."""
-        began, told = time.monotonic(), 0.0
+        began, reported = time.monotonic(), 0.0
         while not self.stopping.wait(SAMPLE_EVERY_S):
             seconds = time.monotonic() - began
             calm_s = max(0.0, time.monotonic() - self._faults.ended)
@@ -167,8 +167,8 @@ class Watch:
             for name, census in taken.items():
                 if census is not None:
                     self.censuses.setdefault(name, []).append(census)
-            if seconds >= told + REPORT_EVERY_S:
-                told = seconds
+            if seconds >= reported + REPORT_EVERY_S:
+                reported = seconds
                 self._report(seconds, taken)
 
     def _report(self, seconds: float, taken: dict[str, Census | None]) -> None:
@@ -178,7 +178,7 @@ class Watch:
             if one is not None
         ]
         traffic = self._traffic
-        done = f"{traffic.counts.total()} requests, {len(traffic.failures)} failed; faults: {self._faults.tell()}"
+        done = f"{traffic.counts.total()} requests, {len(traffic.failures)} failed; faults: {self._faults.report_new()}"
         self._console.print(f"{seconds / 60:5.1f} min: {done}; {'; '.join(parts)}", soft_wrap=True, highlight=False)
 
 

@@ -47,12 +47,12 @@ class Faults:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     ended: float = field(default_factory=time.monotonic)  # the last fault; infinite during one
-    _untold: list[str] = field(default_factory=list)
+    _unreported: list[str] = field(default_factory=list)
 
-    def tell(self) -> str:
+    def report_new(self) -> str:
         """The faults that have begun since the last time."""
-        told, self._untold = self._untold, []
-        return ", ".join(told) or "none"
+        names, self._unreported = self._unreported, []
+        return ", ".join(names) or "none"
 
     def next(self) -> None:
         """Waits a while, then one fault from its begin to its end."""
@@ -66,7 +66,7 @@ class Faults:
         )
         self.counts[fault.__name__] += 1
         seconds = self.draw.uniform(*LASTS_S)
-        self._untold.append(f"{fault.__name__} {seconds:.1f} s")
+        self._unreported.append(f"{fault.__name__} {seconds:.1f} s")
         self.ended = float("inf")
         fault(seconds)
         self.ended = time.monotonic()

@@ -94,9 +94,9 @@ class Scene:
         """Return how many requests the verifier has counted as refused, and how many refusals for a full queue it has
         logged."""
         log = self.processes["verifier"].log_text()
-        told = re.search(r"metrics on http://(\S+)/metrics", log)
-        assert told is not None
-        page = await asyncio.to_thread(read_page, f"http://{told[1]}/metrics")
+        metrics_line = re.search(r"metrics on http://(\S+)/metrics", log)
+        assert metrics_line is not None
+        page = await asyncio.to_thread(read_page, f"http://{metrics_line[1]}/metrics")
         counted = re.search(r"^draftwire_requests_refused_total\{.*\} (\S+)$", page, re.MULTILINE)
         assert counted is not None
         return int(float(counted[1])), len(FULL_QUEUE.findall(log))

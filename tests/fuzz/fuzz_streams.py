@@ -63,8 +63,8 @@ class Ledger:
             # A stream's own sequence may have had no room, or have made room for another's.
             may_fail = (follows or sequence_id in step.opened.ids) and answer[0] != OK and not any(answer[1:])
             if not (is_right or may_fail) or (is_silent and wanted):
-                told = "nothing" if is_silent else answer
-                raise FindingError(f"rows {first} to {first + count} of {sequence_id}, {self.rows} open: got {told}")
+                got = "nothing" if is_silent else answer
+                raise FindingError(f"rows {first} to {first + count} of {sequence_id}, {self.rows} open: got {got}")
             if answer[0] == OK:
                 self.rows[sequence_id] = first + count
         for sequence_id, answer in answers.items():

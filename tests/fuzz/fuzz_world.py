@@ -252,9 +252,9 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
             grpc.aio.insecure_channel(drafter.address, options=channel_options) as to_drafter,
             grpc.aio.insecure_channel(verifier.address, options=channel_options) as to_verifier,
         ):
-            told = re.compile(r"metrics on http://(\S+)/metrics")
+            metrics_line = re.compile(r"metrics on http://(\S+)/metrics")
             processes = {"drafter": drafter, "verifier": verifier}
-            metrics = {name: told.search(process.log_text())[1] for name, process in processes.items()}
+            metrics = {name: metrics_line.search(process.log_text())[1] for name, process in processes.items()}
             yield World(drafter, verifier, fakes, wrong_answers, to_drafter, to_verifier, metrics)
     finally:
         verifier.kill()

@@ -89,8 +89,8 @@ class Campaign:
             await self._world.check()
             await self._world.check_resources()
         except Exception as error:
-            told = f"after the cases {indices.start} to {indices.stop - 1}: {type(error).__name__}: {error}"
-            self._findings.append(told)
+            finding = f"after the cases {indices.start} to {indices.stop - 1}: {type(error).__name__}: {error}"
+            self._findings.append(finding)
             if len(self._findings) > MAX_FINDINGS or not self._world.is_alive:
                 self.check()
 

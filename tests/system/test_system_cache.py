@@ -16,7 +16,7 @@ from draftwire import Client
 from draftwire.client import Completion
 from draftwire.model.kv_cache import BLOCK_SIZE
 from draftwire_bench.processes import start_drafter, start_verifier
-from verifier_service.drafters.sender import MAX_HISTORY_ROWS
+from verifier_service.drafters.sender import MAX_BACKLOG_ROWS
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.xdist_group("cache")),
@@ -119,7 +119,7 @@ def test_a_cached_prompt_has_as_many_drafts_accepted_as_before(demo: Pair) -> No
     first, again = (demo.client.complete(prompt, temperature=0, max_tokens=96) for _ in range(2))
     assert first.statistics.prefix_hit_tokens == 0
     assert again.statistics.prefix_hit_tokens == (first.statistics.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert again.statistics.prefix_hit_tokens > MAX_HISTORY_ROWS
+    assert again.statistics.prefix_hit_tokens > MAX_BACKLOG_ROWS
     assert again.token_ids == first.token_ids
     assert list(again.statistics.drafted) == list(first.statistics.drafted)
     assert list(again.statistics.accepted) == list(first.statistics.accepted)

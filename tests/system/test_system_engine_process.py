@@ -76,15 +76,15 @@ def test_output_is_the_same(verifiers):
         (TEXT, {"temperature": 0.9, "seed": 5, "max_tokens": 40, "num_speculative_tokens": 0}),
         (PROMPT, {"temperature": 0.9, "seed": 6, "max_tokens": 12, "logprobs": 3, "num_speculative_tokens": 0}),
     ]
-    told = []
+    answers = []
     for process in verifiers:
         with Client(process.address) as client:
             done = crowd(client, calls, at_once=1)  # in company, scores differ by rounding
             assert drafted_share(done[:1]) > 0.3
-            told.append([(c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_text) for c in done])
-    assert told[0] == told[1]
-    assert told[1][1][4] == "return"
-    assert told[1][3][2]
+            answers.append([(c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_text) for c in done])
+    assert answers[0] == answers[1]
+    assert answers[1][1][4] == "return"
+    assert answers[1][3][2]
 
 
 def test_errors_are_the_same(verifiers):
@@ -189,7 +189,7 @@ def test_a_killed_front_leaves_no_process(ending):
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "told"),
+    ("options", "status", "message"),
     [
         (("--max-model-len", "999999"), 1, "Error: max_model_len = 999999:"),
         (
@@ -202,10 +202,10 @@ def test_a_killed_front_leaves_no_process(ending):
     ],
     ids=["checkpoint", "metrics", "address", "split"],
 )
-def test_a_failed_start_is_reported_as_without_the_process(shelf, options, status, told):
+def test_a_failed_start_is_reported_as_without_the_process(shelf, options, status, message):
     given = ("--target", str(shelf.target("random_llama")), "--listen", "127.0.0.1:0", "--device", "cpu", *options)
     command = [sys.executable, "-m", "draftwire_cli", "verifier", "--engine-process", *given]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
-    assert ended.stderr.strip().splitlines()[-1].startswith(told)
+    assert ended.stderr.strip().splitlines()[-1].startswith(message)
     assert ended.returncode == status
     assert "Traceback" not in ended.stderr

@@ -141,8 +141,8 @@ def test_a_second_verifier_serves_without_drafts_until_room(limited, tmp_path):
         start_verifier(limited.target, [address], *options, log_path=tmp_path / "second.log") as second,
         Client(second.address) as client,
     ):
-        told = "max_sessions = 1: as many verifiers are already connected"
-        wait_for(lambda: told in drafter_status(client, address).detail, "the drafter has no room")
+        detail = "max_sessions = 1: as many verifiers are already connected"
+        wait_for(lambda: detail in drafter_status(client, address).detail, "the drafter has no room")
         assert drafted_share(limited.generate(client)) == 0
         assert drafter_status(limited.client, address).state == pb.DRAFTER_STATE_READY
         limited.verifier.stop()  # last of the tests

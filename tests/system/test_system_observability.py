@@ -59,13 +59,13 @@ def generate(address: str, request_id: str, text: str = PROMPT, **sampling: Any)
             generate_pb2.GenerateRequest(text=text, sampling_params=config_pb2.SamplingParams(**sampling)),
             metadata=[("x-request-id", request_id)] if request_id else [],
         )
-        told = dict(call.initial_metadata()).get("x-request-id", "")
-        return told, "".join(response.text for response in call)
+        request_id = dict(call.initial_metadata()).get("x-request-id", "")
+        return request_id, "".join(response.text for response in call)
 
 
 def test_both_logs_have_the_request_name_of_the_client(services):
-    told, output = generate(services.verifier.address, "r-42", max_tokens=12, temperature=0, ignore_eos=True)
-    assert told == "r-42"
+    request_id, output = generate(services.verifier.address, "r-42", max_tokens=12, temperature=0, ignore_eos=True)
+    assert request_id == "r-42"
     (finished,) = [
         line for line in services.lines(services.verifier, "r-42") if line["message"] == "request finished"
     ]
@@ -85,9 +85,9 @@ def test_both_logs_have_the_request_name_of_the_client(services):
 
 
 def test_a_request_without_a_name_gets_one(services):
-    told, _ = generate(services.verifier.address, "", max_tokens=2)
-    assert len(told) == 32
-    assert services.lines(services.verifier, told)[-1]["message"] == "request finished"
+    request_id, _ = generate(services.verifier.address, "", max_tokens=2)
+    assert len(request_id) == 32
+    assert services.lines(services.verifier, request_id)[-1]["message"] == "request finished"
 
 
 def test_a_refused_request_is_told_by_its_field_alone(services):

@@ -201,9 +201,9 @@ def test_no_secret_is_in_a_log_command_line_environment_or_error(stack, tmp_path
                 shown.append(str(error.value))
         options = ["--tls-ca", security.ca, "--tls-cert", security.certificate, "--tls-key", security.key]
         options += ["--token-file", token_file] if token_file else []
-        told = CliRunner().invoke(main, ["status", "--server", stack.verifier.address, *map(str, options)])
-        assert (told.exit_code, "UNAUTHENTICATED" in told.output) == (1, True)
-        shown.append(told.output)
+        result = CliRunner().invoke(main, ["status", "--server", stack.verifier.address, *map(str, options)])
+        assert (result.exit_code, "UNAUTHENTICATED" in result.output) == (1, True)
+        shown.append(result.output)
     token = (stack.secrets / "tokens").read_text().strip()
     with open_channel(stack.verifier.address, stack.security("ca", "client"), ()) as channel:
         for scheme in ("Basic ", "Bearer  ", ""):

@@ -103,10 +103,10 @@ def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
     assert {phase.parent_span_id for phase in phases} == {generate.span_id}
     for before, after in pairwise(phases):
         assert before.start_time_unix_nano <= before.end_time_unix_nano == after.start_time_unix_nano
-    told, drafted = attributes(generate), attributes(draft)
-    assert (told["draftwire.output_tokens"], told["draftwire.reason"]) == (12, "length")
-    assert told["draftwire.request_id"] == drafted["draftwire.request_id"] != ""
-    assert attributes(client_span)["draftwire.request_id"] == told["draftwire.request_id"]
+    generated, drafted = attributes(generate), attributes(draft)
+    assert (generated["draftwire.output_tokens"], generated["draftwire.reason"]) == (12, "length")
+    assert generated["draftwire.request_id"] == drafted["draftwire.request_id"] != ""
+    assert attributes(client_span)["draftwire.request_id"] == generated["draftwire.request_id"]
     assert drafted["draftwire.drafts"] >= attributes(phases[2])["draftwire.drafted"] > 0
     assert drafted["draftwire.reason"] == "closed"
 
@@ -115,7 +115,7 @@ def test_a_request_that_is_refused_is_a_failed_span(monkeypatch):
     monkeypatch.setattr("verifier_service.api.request_log.is_exporting", lambda: True)
     ended: list[tuple[dict[str, Any], str]] = []
     monkeypatch.setattr(
-        "verifier_service.api.request_log.end_span", lambda _, told, failure="": ended.append((told, failure))
+        "verifier_service.api.request_log.end_span", lambda _, generated, failure="": ended.append((generated, failure))
     )
     RequestWatch("r-1", ()).refused(InvalidArgumentError("text", "a secret prompt", "must not be"))
     assert ended == [({"field": "text"}, "refused")]

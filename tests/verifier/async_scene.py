@@ -49,8 +49,10 @@ class Watched(Served):
         return ahead
 
 
-def said(target: Target, requests: list[dict[str, Any]], *, is_async: bool, **limits: Any) -> tuple[list[Any], Watched]:
-    """Tokens and finish reasons of requests that arrive at once."""
+def run_all(
+    target: Target, requests: list[dict[str, Any]], *, is_async: bool, **limits: Any
+) -> tuple[list[Any], Watched]:
+    """Return tokens and finish reasons of requests that arrive at once, and their engine."""
     own = Watched(target, async_scheduling=is_async, max_queue=100, **limits)
     made = [own.submit(**options) for options in requests]
     own.engine.start()

@@ -52,13 +52,13 @@ H100 = Host(
         send_s=2.5e-3,
         send_row_s=1e-6,
         draft_s=0.35e-3,
-        history_s=2e-3,
+        backlog_s=2e-3,
         accepted=2,
     ),
     {0.2: 2.8e-3, 1.0: 4.2e-3, 5.0: 12.5e-3},
 )
 H200 = Host(
-    replace(H100.costs, step_s=4.72e-3, launch_s=2.7e-3, send_s=2.2e-3, draft_s=0.3e-3, history_s=1.5e-3),
+    replace(H100.costs, step_s=4.72e-3, launch_s=2.7e-3, send_s=2.2e-3, draft_s=0.3e-3, backlog_s=1.5e-3),
     {0.2: 2.6e-3, 1.0: 3.9e-3, 5.0: 12e-3},
 )
 HOSTS = {

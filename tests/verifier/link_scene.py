@@ -163,7 +163,7 @@ class Linked:
         assert self.link.status.state == READY
         return event.stream
 
-    async def noted(self, state: int) -> str:
+    async def wait_for_state(self, state: int) -> str:
         """Waits for that state; its detail."""
         end = time.monotonic() + WAIT_S
         while self.link.status.state != state or not self.link.status.detail:
@@ -173,7 +173,7 @@ class Linked:
 
     async def refused(self) -> str:
         """Waits until the drafter is refused; why."""
-        return await self.noted(REFUSED)
+        return await self.wait_for_state(REFUSED)
 
 
 @contextlib.asynccontextmanager

@@ -50,7 +50,7 @@ class Costs:
     acceptance: float = 0.75
     accepted: int | None = None  # drafts of each verify step, where it is always as many: as with synthetic acceptance
     first_acceptance: float | None = None  # of drafts of the first FIRST_TOKENS of an output, where they differ
-    history_s: float = 0.0  # that an answer takes longer for rows of prompts and histories, which no graph was made for
+    backlog_s: float = 0.0  # that an answer takes longer for rows of prompts and backlogs, which no graph was made for
     unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
     unseen_step_s: float = 0.0  # the same, after any step
     launch_s: float = 0.0  # of the host's, for a step beside another one; one that waits for drafts is launched before
@@ -76,8 +76,8 @@ class Drafter:
         self.world.clock.now += costs.send_s * (not any(step.num_drafts)) + costs.send_row_s * sum(step.num_rows)
         self.longest_queue_s = max(self.longest_queue_s, self.link_free - self.world.clock.now)
         self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
-        has_histories = max(step.num_rows, default=0) > K + 2
-        compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0) + costs.history_s * has_histories)
+        has_backlog = max(step.num_rows, default=0) > K + 2
+        compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0) + costs.backlog_s * has_backlog)
         self.is_free = max(self.is_free, self.link_free + noisy(costs.trip_s / 2)) + compute_s
         answer = answer_to(step, [5] * 16)
         answer.compute_time_s = compute_s

@@ -28,7 +28,7 @@ from verifier_service.drafters.stream import Answered, Stream
 DRAFTS = [5, 6, 7]
 
 
-class Told:
+class LocalDrafting:
     """Requests with drafts at a drafter of this host, and what that is told.
 
     Attributes
@@ -131,99 +131,99 @@ class Told:
 
 
 def test_a_step_is_announced_and_committed_as_it_is():
-    told = Told()
+    local = LocalDrafting()
     drawn = [[5, 9], [5, 6, 7, 2], [8]]
-    early = told.launch(drawn)
-    ((announced, body),) = told.announced
-    opened = [*rows_of(told.steps[0]), *rows_of(told.steps[1])]  # the prompt of 5 rows goes by itself
+    early = local.launch(drawn)
+    ((announced, body),) = local.announced
+    opened = [*rows_of(local.steps[0]), *rows_of(local.steps[1])]  # the prompt of 5 rows goes by itself
     assert list(announced.sequence_ids) == [sequence_id for sequence_id, _, _ in opened]
     assert list(announced.first_rows) == [first + rows for _, first, rows in opened]
     assert (announced.announced_id, announced.num_drafts, announced.num_rows) == (1, K, 3 * (K + 1))
     assert announced.features.generation == 3  # those of the prompts are 1 and 2
-    commit = told.land(drawn, early)
+    commit = local.land(drawn, early)
     assert commit == pb.Commit(step_id=3, announced_id=1, num_drafts=[K] * 3)
     assert body.is_written
     assert body.num_numbers == 3 * announced.columns
     numbers = body.read((3, announced.columns)).tolist()
     assert [row[1 : 1 + row[0]] for row in numbers] == drawn
-    assert [request.tokens[-len(own) :] for request, own in zip(told.requests, drawn, strict=True)] == drawn
+    assert [request.tokens[-len(own) :] for request, own in zip(local.requests, drawn, strict=True)] == drawn
 
 
-def awaited_drafts(told: Told, drafts: torch.Tensor) -> Any:
+def awaited_drafts(local: LocalDrafting, drafts: torch.Tensor) -> Any:
     """Early drafts that are read after the step that was announced last."""
-    awaited = told.scene.drafting.wait_policy.awaited_answer()
+    awaited = local.scene.drafting.wait_policy.awaited_answer()
     assert not awaited.has_early_drafts()
-    told.show(drafts, told.announced[-1][0].announced_id)
+    local.show(drafts, local.announced[-1][0].announced_id)
     assert awaited.has_early_drafts()
     found = awaited.read_early_drafts(VOCAB)
     assert not awaited.has_early_drafts()  # they are read once
-    assert found is None or (found.confidences is not None) == told.stream.head.confidences
+    assert found is None or (found.confidences is not None) == local.stream.head.confidences
     return None if found is None else found.tokens
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB])
 def test_early_drafts_that_are_no_tokens_begin_nothing(wrong):
-    told = Told()
-    told.step([[5], [5], [5]])
+    local = LocalDrafting()
+    local.step([[5], [5], [5]])
     drafts = torch.zeros(3, K, dtype=torch.int32)
     drafts[1, 2] = wrong
-    assert awaited_drafts(told, drafts) is None
+    assert awaited_drafts(local, drafts) is None
 
 
 def test_early_drafts_of_another_number_are_not_read():
-    told = Told()
-    told.step([[5], [5], [5]])
-    told.show(torch.zeros(2, K, dtype=torch.int32), 1)
-    assert not told.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
+    local = LocalDrafting()
+    local.step([[5], [5], [5]])
+    local.show(torch.zeros(2, K, dtype=torch.int32), 1)
+    assert not local.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
 
 
 def test_early_drafts_of_another_step_are_not_read():
-    told = Told()
-    told.answer(told.step([[5], [5], [5]]))
-    told.step([[6], [6], [6]])
-    told.show(torch.zeros(3, K, dtype=torch.int32), 1)
-    assert not told.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
+    local = LocalDrafting()
+    local.answer(local.step([[5], [5], [5]]))
+    local.step([[6], [6], [6]])
+    local.show(torch.zeros(3, K, dtype=torch.int32), 1)
+    assert not local.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
 
 
 @pytest.mark.parametrize(("announced_id", "has_body"), [(0, True), (2, True), (1, False)])
 def test_early_drafts_of_no_announced_step_expel_the_drafter(announced_id, has_body):
-    told = Told()
-    told.step([[5], [5], [5]])
+    local = LocalDrafting()
+    local.step([[5], [5], [5]])
     response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
-    assert told.drafter.send(response.SerializeToString(), torch.zeros(3, K, dtype=torch.int32) if has_body else None)
-    assert told.stream.read_direct() is None
-    assert told.stream.is_expelled
-    assert "early.announced_id" in told.stream.failure
+    assert local.drafter.send(response.SerializeToString(), torch.zeros(3, K, dtype=torch.int32) if has_body else None)
+    assert local.stream.read_direct() is None
+    assert local.stream.is_expelled
+    assert "early.announced_id" in local.stream.failure
 
 
 def test_early_drafts_leave_the_ring_when_their_step_is_answered():
     """What comes later has room, though no more drafts are shown."""
-    told = Told()
-    step = told.step([[5], [5], [5]])
-    told.show(torch.zeros(3, K, dtype=torch.int32), 1)
-    told.answer(step)
+    local = LocalDrafting()
+    step = local.step([[5], [5], [5]])
+    local.show(torch.zeros(3, K, dtype=torch.int32), 1)
+    local.answer(step)
     for step_id in range(4, 104):
-        told.stream.send(pb.DraftStep(step_id=step_id))
-        told.read()
+        local.stream.send(pb.DraftStep(step_id=step_id))
+        local.read()
         answer = pb.DraftResponse(drafts=pb.Drafts(step_id=step_id, sequence_ids=range(500)))
-        assert told.drafter.send(answer.SerializeToString())
-        assert [event.drafts.step_id for event in told.stream.read_direct()] == [step_id]
+        assert local.drafter.send(answer.SerializeToString())
+        assert [event.drafts.step_id for event in local.stream.read_direct()] == [step_id]
 
 
 def test_early_drafts_of_a_committed_step_are_read():
-    told = Told()
-    told.step([[5, 9], [5, 6, 7, 2], [8]])
+    local = LocalDrafting()
+    local.step([[5, 9], [5, 6, 7, 2], [8]])
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(told, drafts).tolist() == list(range(3 * K))
+    assert awaited_drafts(local, drafts).tolist() == list(range(3 * K))
 
 
 def test_early_drafts_bring_their_confidences():
-    told = Told(confidences=True)
-    told.step([[5, 9], [5, 6, 7, 2], [8]])
+    local = LocalDrafting(confidences=True)
+    local.step([[5, 9], [5, 6, 7, 2], [8]])
     confidences = torch.linspace(0.0, 1.0, 3 * K).view(3, K)
     drafts = torch.stack([torch.arange(3 * K, dtype=torch.int32).view(3, K), confidences.view(torch.int32)], dim=-1)
-    awaited = told.scene.drafting.wait_policy.awaited_answer()
-    told.show(drafts, 1)
+    awaited = local.scene.drafting.wait_policy.awaited_answer()
+    local.show(drafts, 1)
     found = awaited.read_early_drafts(VOCAB)
     assert found.tokens.tolist() == list(range(3 * K))
     assert found.confidences.tolist() == confidences.flatten().tolist()
@@ -231,27 +231,27 @@ def test_early_drafts_bring_their_confidences():
 
 @pytest.mark.parametrize("num_drafts", [1, K - 1])
 def test_fewer_early_drafts_are_the_first_of_each_sequence(num_drafts):
-    told = Told()
-    early = told.launch([[5], [5, 6], [5]])
-    told.session.pace.policy.pin(num_drafts)
-    commit = told.land([[5], [5, 6], [5]], early)
+    local = LocalDrafting()
+    early = local.launch([[5], [5, 6], [5]])
+    local.session.pace.policy.pin(num_drafts)
+    commit = local.land([[5], [5, 6], [5]], early)
     assert list(commit.num_drafts) == [num_drafts] * 3
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(told, drafts).tolist() == drafts[:, :num_drafts].flatten().tolist()
+    assert awaited_drafts(local, drafts).tolist() == drafts[:, :num_drafts].flatten().tolist()
 
 
 def test_early_drafts_of_closed_sequences_are_not_read():
-    told = Told()
-    commit = told.step([[5], [5, 6], [5]], ended=[told.requests[1]])
+    local = LocalDrafting()
+    commit = local.step([[5], [5, 6], [5]], ended=[local.requests[1]])
     assert (list(commit.closed_ids), list(commit.num_drafts)) == ([2], [K] * 2)
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(told, drafts).tolist() == drafts[[0, 2]].flatten().tolist()
+    assert awaited_drafts(local, drafts).tolist() == drafts[[0, 2]].flatten().tolist()
 
 
 def test_a_sequence_that_the_drafter_has_lost_is_closed():
-    told = Told()
-    step = told.step([[5], [5], [5]])
-    early = told.launch([[6], [6], [6]])
+    local = LocalDrafting()
+    step = local.step([[5], [5], [5]])
+    early = local.launch([[6], [6], [6]])
     lost = pb.Drafts(
         step_id=step.step_id,
         sequence_ids=[2],
@@ -260,106 +260,106 @@ def test_a_sequence_that_the_drafter_has_lost_is_closed():
         last_tokens=[0],
         num_drafts=[0],
     )
-    told.scene.drafting.handle(Answered(told.stream, lost))
-    commit = told.land([[6], [6], [6]], early)
+    local.scene.drafting.handle(Answered(local.stream, lost))
+    commit = local.land([[6], [6], [6]], early)
     assert (list(commit.closed_ids), list(commit.num_drafts)) == ([2], [K] * 2)
 
 
 def test_a_request_near_its_end_wants_fewer_drafts():
-    told = Told()
-    told.requests[1].max_length = len(told.requests[1].tokens) + 2
-    told.requests[2].max_length = len(told.requests[2].tokens) + 3
-    commit = told.step([[5], [5], [5]])
+    local = LocalDrafting()
+    local.requests[1].max_length = len(local.requests[1].tokens) + 2
+    local.requests[2].max_length = len(local.requests[2].tokens) + 3
+    commit = local.step([[5], [5], [5]])
     assert list(commit.num_drafts) == [K, 0, 1]
     drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(told, drafts).tolist() == [*range(K), 2 * K]
+    assert awaited_drafts(local, drafts).tolist() == [*range(K), 2 * K]
 
 
-def more_drafts(told: Told) -> None:
-    told.session.pace.policy.pin(K)
+def more_drafts(local: LocalDrafting) -> None:
+    local.session.pace.policy.pin(K)
 
 
-def no_drafts(told: Told) -> None:
+def no_drafts(local: LocalDrafting) -> None:
     """As in steps that measure how fast it goes without: rows are sent, and none are asked for."""
-    told.session.pace.policy = SimpleNamespace(num_drafts=0, is_off=False, is_adaptive=True)
+    local.session.pace.policy = SimpleNamespace(num_drafts=0, is_off=False, is_adaptive=True)
 
 
-def request_joins(told: Told) -> None:
-    told.scene.decode(3)
+def request_joins(local: LocalDrafting) -> None:
+    local.scene.decode(3)
 
 
-def all_end(told: Told) -> None:
-    for request in told.requests:
-        told.scene.end(request)
+def all_end(local: LocalDrafting) -> None:
+    for request in local.requests:
+        local.scene.end(request)
 
 
 @pytest.mark.parametrize("change", [more_drafts, no_drafts, request_joins, all_end])
 def test_a_step_that_has_changed_replaces_the_announced_one(change):
-    told = Told()
-    told.session.pace.policy.pin(K - 1)
-    early = told.launch([[5], [5], [5]])
-    told.scene.drafting.commit(early)
-    for request in told.requests:
-        told.scene.verify(request, 5)
-    change(told)
-    told.scene.flush()
-    step = told.read()
+    local = LocalDrafting()
+    local.session.pace.policy.pin(K - 1)
+    early = local.launch([[5], [5], [5]])
+    local.scene.drafting.commit(early)
+    for request in local.requests:
+        local.scene.verify(request, 5)
+    change(local)
+    local.scene.flush()
+    step = local.read()
     assert isinstance(step, pb.DraftStep)
-    announced, _ = told.announced[0]
+    announced, _ = local.announced[0]
     assert step.replaces == announced.announced_id
     assert not step.HasField("features") or step.features.span.offset != announced.features.offset
-    if told.scene.requests:
+    if local.scene.requests:
         assert tokens_of(step)[:3] == [5] * 3
-    awaited = told.scene.drafting.wait_policy.awaited_answer()
+    awaited = local.scene.drafting.wait_policy.awaited_answer()
     assert awaited is None or not awaited.has_early_drafts()
 
 
 def test_what_a_once_off_drafter_is_sent_replaces_the_announced():
-    told = Told()
-    early = told.launch([[5], [5], [5]])
-    told.session.pace.policy.pin(0)
-    num_sent = len(told.steps)
-    told.land([[5], [5], [5]], early)
-    assert len(told.steps) == num_sent
-    told.session.pace.policy.pin(K)
-    told.scene.flush()
-    step = told.read()
-    assert len(told.steps) == num_sent + 1
+    local = LocalDrafting()
+    early = local.launch([[5], [5], [5]])
+    local.session.pace.policy.pin(0)
+    num_sent = len(local.steps)
+    local.land([[5], [5], [5]], early)
+    assert len(local.steps) == num_sent
+    local.session.pace.policy.pin(K)
+    local.scene.flush()
+    step = local.read()
+    assert len(local.steps) == num_sent + 1
     assert step.replaces == 1
     assert tokens_of(step) == [5] * 3
 
 
 def test_steps_that_were_not_announced_follow():
-    told = Told()
-    told.answer(told.step([[5], [5], [5]]))
-    told.session.pace.policy.pin(0)
-    early = told.launch([[6], [6], [6]])
-    told.session.pace.policy.pin(K)
-    step = told.land([[6], [6], [6]], early)
+    local = LocalDrafting()
+    local.answer(local.step([[5], [5], [5]]))
+    local.session.pace.policy.pin(0)
+    early = local.launch([[6], [6], [6]])
+    local.session.pace.policy.pin(K)
+    step = local.land([[6], [6], [6]], early)
     assert isinstance(step, pb.DraftStep)
     assert tokens_of(step) == [6] * 3
-    assert not told.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
-    told.answer(step)
-    assert told.step([[7], [7], [7]]).announced_id == 2
+    assert not local.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
+    local.answer(step)
+    assert local.step([[7], [7], [7]]).announced_id == 2
 
 
 def test_numbers_are_the_sequences_wherever_they_are_drawn():
-    told = Told()
-    told.requests.reverse()  # the step's, and not the session's
-    told.requests.insert(1, told.scene.decode(4))  # which the drafter has no place of yet
-    told.launch([[8], [1, 2], [5, 6, 7, 2], [5, 9]])
-    ((announced, body),) = told.announced
+    local = LocalDrafting()
+    local.requests.reverse()  # the step's, and not the session's
+    local.requests.insert(1, local.scene.decode(4))  # which the drafter has no place of yet
+    local.launch([[8], [1, 2], [5, 6, 7, 2], [5, 9]])
+    ((announced, body),) = local.announced
     numbers = body.read((3, announced.columns)).tolist()
     assert numbers == [[2, 5, 9, -1, -1], [4, 5, 6, 7, 2], [1, 8, -1, -1, -1]]
 
 
 def test_announced_requests_are_marked():
     """Until the step is committed they are neither preempted nor continued."""
-    told = Told()
-    assert not any(request.is_announced for request in told.requests)
-    told.launch([[5], [5], [5]])
-    assert all(request.is_announced for request in told.requests)
-    unmarked = Told()
+    local = LocalDrafting()
+    assert not any(request.is_announced for request in local.requests)
+    local.launch([[5], [5], [5]])
+    assert all(request.is_announced for request in local.requests)
+    unmarked = LocalDrafting()
     unmarked.session.is_late = True
     unmarked.launch([[5], [5], [5]])
     assert not any(request.is_announced for request in unmarked.requests)
@@ -371,37 +371,37 @@ def fails(*_: object) -> None:
 
 def test_a_device_that_cannot_write_announces_nothing(caplog):
     """And an announcement that is not sent leaves no gap in the numbers of the features."""
-    told = Told(write_value=fails)
+    local = LocalDrafting(write_value=fails)
     for token in (5, 6):
-        step = told.step([[token]] * 3)
-        assert told.announced == []
+        step = local.step([[token]] * 3)
+        assert local.announced == []
         assert isinstance(step, pb.DraftStep)
         assert (step.step_id, step.features.span.generation) == (token - 2, token - 2)
-        told.answer(step)
+        local.answer(step)
     assert caplog.text.count("cuStreamWriteValue32_v2") == 1
 
 
 def test_a_drafter_has_no_more_announced_steps_than_it_takes():
-    told = Told()
+    local = LocalDrafting()
     for number in range(MAX_ANNOUNCED + 2):
-        told.launch([[5], [5], [5]])
-        assert len(told.announced) == min(number + 1, MAX_ANNOUNCED)
+        local.launch([[5], [5], [5]])
+        assert len(local.announced) == min(number + 1, MAX_ANNOUNCED)
 
 
 def test_nothing_of_a_lost_drafter_waits_for_a_collector():
     """Python looks for cycles seldom, and the memory that is shared goes with the session."""
-    told = Told()
-    told.step([[5], [5], [5]])
-    assert told.session.committed is not None
-    told.answer(told.steps[-1])
-    assert told.session.committed is None
-    told.step([[5], [5], [5]])
-    assert told.session.committed is not None
-    session = weakref.ref(told.session)
+    local = LocalDrafting()
+    local.step([[5], [5], [5]])
+    assert local.session.committed is not None
+    local.answer(local.steps[-1])
+    assert local.session.committed is None
+    local.step([[5], [5], [5]])
+    assert local.session.committed is not None
+    session = weakref.ref(local.session)
     gc.collect()
     gc.disable()
     try:
-        told.scene.disconnect(told.stream)
+        local.scene.disconnect(local.stream)
         assert session() is None
     finally:
         gc.enable()
@@ -409,12 +409,12 @@ def test_nothing_of_a_lost_drafter_waits_for_a_collector():
 
 @pytest.mark.parametrize("why", ["features in the message", "no drafts", "behind the stream", "late"])
 def test_nothing_is_announced_that_a_drafter_cannot_begin(why):
-    told = Told(shares_features=why != "features in the message")
+    local = LocalDrafting(shares_features=why != "features in the message")
     if why == "no drafts":
-        told.session.pace.policy.pin(0)
+        local.session.pace.policy.pin(0)
     elif why == "behind the stream":
-        told.stream.send(pb.DraftStep(step_id=50, closed_ids=range(100_000)))  # too long for the ring
+        local.stream.send(pb.DraftStep(step_id=50, closed_ids=range(100_000)))  # too long for the ring
     elif why == "late":
-        told.session.is_late = True
-    told.launch([[5], [5], [5]])
-    assert told.announced == []
+        local.session.is_late = True
+    local.launch([[5], [5], [5]])
+    assert local.announced == []

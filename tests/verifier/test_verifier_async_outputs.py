@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from async_scene import Watched, said
+from async_scene import Watched, run_all
 from engine_scene import K, make_target
 
 from draftwire.contract.errors import ServerError
@@ -79,7 +79,7 @@ def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
             its.append(own.next(one))
     own.engine.stop()
     monkeypatch.undo()
-    expected, _ = said(target, [{**one, "k": 0} for one in requests], is_async=False)
+    expected, _ = run_all(target, [{**one, "k": 0} for one in requests], is_async=False)
     for one, its, (tokens, _) in zip(made, messages, expected, strict=True):
         assert [token for item in its for token in item.token_ids] == tokens  # type: ignore[union-attr]
         assert len(its) < one.verify_steps

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from async_scene import Watched, said
+from async_scene import Watched, run_all
 from drafting_scene import RecordedStream
 from engine_scene import K, make_target
 from tiny_targets import CONTEXT, VOCAB
@@ -54,7 +54,7 @@ def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
 
 
 def test_without_drafts_a_step_is_launched_before_the_last_lands(target):
-    ends, own = said(target, [{"max_tokens": 20, "k": 0}, {"max_tokens": 12, "k": 0}], is_async=True)
+    ends, own = run_all(target, [{"max_tokens": 20, "k": 0}, {"max_tokens": 12, "k": 0}], is_async=True)
     assert [len(tokens) for tokens, _ in ends] == [20, 12]
     launched = [follows for what, follows, _ in own.log if what == "launch"]
     assert launched == [[None, None], *[[0, 1]] * 11, *[[0]] * 8]
@@ -64,7 +64,7 @@ def test_without_drafts_a_step_is_launched_before_the_last_lands(target):
 
 
 def test_an_engine_without_it_launches_nothing_ahead(target):
-    _, own = said(target, [{"k": 0}], is_async=False)
+    _, own = run_all(target, [{"k": 0}], is_async=False)
     assert own.num_ahead == 0
 
 
@@ -78,20 +78,20 @@ def test_mixed_requests_say_the_same(target, seed):
         requests.append({"prompt": prompt, "keys": 100 * i, "k": 0, "max_tokens": draw.randint(min(3, most), most)})
         requests[-1] |= draw.choice(KINDS) if seed % 2 else KINDS[seed]
     limits = {"num_blocks": draw.choice([9, 33]), "max_prefill_rows": draw.choice([16, 64]), "max_num_seqs": 6}
-    expected, _ = said(target, requests, is_async=False, **limits)
-    found, own = said(target, requests, is_async=True, **limits)
+    expected, _ = run_all(target, requests, is_async=False, **limits)
+    found, own = run_all(target, requests, is_async=True, **limits)
     assert found == expected
     assert own.num_ahead > 0
     assert all(not one.is_in_flight for one in own.engine.scheduler.running)
 
 
 def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
-    plain, _ = said(target, [{"k": 0, "max_tokens": 20}], is_async=False)
+    plain, _ = run_all(target, [{"k": 0, "max_tokens": 20}], is_async=False)
     stop = plain[0][0][6]
     first = plain[0][0].index(stop)
     requests = [{"k": 0, "max_tokens": 20, "stop_token_ids": [stop]}, {"k": 0, "max_tokens": 20, "prompt": [7, 7]}]
-    expected, _ = said(target, requests, is_async=False)
-    found, own = said(target, requests, is_async=True)
+    expected, _ = run_all(target, requests, is_async=False)
+    found, own = run_all(target, requests, is_async=True)
     assert found == expected
     assert len(found[0][0]) == first + 1
     assert own.engine.counters().verify_rows == first + 1 + 19  # one more than the output of the request that stopped
@@ -109,9 +109,9 @@ def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
 )
 def test_a_draw_that_needs_earlier_tokens_does_not_wait_for_them(target, kind):
     requests = [{"k": 0, "max_tokens": 20, **kind}, {"k": 0, "max_tokens": 20, "prompt": [7, 7]}]
-    plain, _ = said(target, [{key: one[key] for key in ("k", "max_tokens")} for one in requests[:1]], is_async=False)
-    expected, _ = said(target, requests, is_async=False)
-    found, own = said(target, requests, is_async=True)
+    plain, _ = run_all(target, [{key: one[key] for key in ("k", "max_tokens")} for one in requests[:1]], is_async=False)
+    expected, _ = run_all(target, requests, is_async=False)
+    found, own = run_all(target, requests, is_async=True)
     assert found == expected
     assert own.num_ahead >= 11
     assert "logprobs" in kind or found[0] != plain[0]  # it makes a difference
@@ -132,15 +132,15 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
 def test_a_step_before_one_with_prompts_counts_as_such(target, monkeypatch):
     """The host launches the other one before it takes the step's tokens."""
     own = Watched(target)
-    told: list[bool] = []
+    counted_prompts: list[bool] = []
     drafting = own.engine.drafting
     count_step = drafting.count_step
 
-    def noted(*, has_prompts: bool, **others: Any) -> None:
-        told.append(has_prompts)
+    def note(*, has_prompts: bool, **others: Any) -> None:
+        counted_prompts.append(has_prompts)
         count_step(has_prompts=has_prompts, **others)
 
-    monkeypatch.setattr(drafting, "count_step", noted)
+    monkeypatch.setattr(drafting, "count_step", note)
     launched: list[bool] = []
 
     def launching(step: Step) -> None:
@@ -154,14 +154,14 @@ def test_a_step_before_one_with_prompts_counts_as_such(target, monkeypatch):
     own.tokens(one)
     own.engine.stop()
     assert sum(launched[5:]) == 1
-    counted = min(len(told), len(launched) - 1)
-    assert told[:counted] == [any(two) for two in pairwise(launched)][:counted]
+    counted = min(len(counted_prompts), len(launched) - 1)
+    assert counted_prompts[:counted] == [any(two) for two in pairwise(launched)][:counted]
     assert counted > 20
 
 
 def test_drafts_do_not_overtake_a_step_of_their_drafter(target):
     prompts = [[3, 1, 4], [2, 7]]
-    expected, _ = said(target, [{"prompt": one, "max_tokens": 40, "k": 0} for one in prompts], is_async=False)
+    expected, _ = run_all(target, [{"prompt": one, "max_tokens": 40, "k": 0} for one in prompts], is_async=False)
     own = Watched(target)
     stream = own.connect()
     answer_late(stream)
@@ -185,7 +185,7 @@ def test_only_prompts_go_before_requests_with_late_drafts(target, are_soon, monk
     monkeypatch.setattr(DraftWaitPolicy, "come_soon", lambda *_: are_soon)
     prompts = [[3, 1, 4], *([one] * 40 for one in (5, 6, 7))]
     requests = [{"prompt": one, "max_tokens": 50 if len(one) == 3 else 4, "k": 0} for one in prompts]
-    expected, _ = said(target, requests, is_async=False)
+    expected, _ = run_all(target, requests, is_async=False)
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
     answer_late(stream)
@@ -203,13 +203,13 @@ def test_a_prompt_waits_for_its_rows_while_drafts_are_awaited(target):
     answer_late(stream, 0.02)
     alone, ahead = 0, 0
 
-    def noted(step: Step) -> None:
+    def note(step: Step) -> None:
         nonlocal alone, ahead
         if own.engine.drafting.wait_policy.is_awaited:
             alone += not any(row.is_decoding for row in step.rows)
             ahead += any(row.request.is_in_flight for row in step.rows)
 
-    own.on_stage(Stage.RELEASED, noted)
+    own.on_stage(Stage.RELEASED, note)
     drafted = own.submit(max_tokens=12)
     own.engine.start()
     own.next(drafted)
@@ -223,8 +223,8 @@ def test_a_prompt_waits_for_its_rows_while_drafts_are_awaited(target):
 
 def test_requests_are_in_every_step_of_a_long_prompt(target):
     requests = [{"k": 0, "max_tokens": 30}, {"k": 0, "prompt": [5] * 50, "max_tokens": 3}]
-    expected, _ = said(target, requests, is_async=False, max_prefill_rows=8)
-    found, own = said(target, requests, is_async=True, max_prefill_rows=8)
+    expected, _ = run_all(target, requests, is_async=False, max_prefill_rows=8)
+    found, own = run_all(target, requests, is_async=True, max_prefill_rows=8)
     assert found == expected
     assert own.num_prompts_before == 0
     launched = [decode for (what, _, _), decode in zip(own.log, own.decode, strict=True) if what == "launch"]
@@ -237,15 +237,15 @@ def test_requests_are_in_every_step_of_a_long_prompt(target):
 def test_prompts_continue_before_their_rows_land_and_keep_order(target):
     prompts = [[5] * 40, [6] * 40]
     requests = [{"k": 0, "prompt": one, "max_tokens": 3} for one in prompts]
-    expected, _ = said(target, requests, is_async=False, max_prefill_rows=16)
+    expected, _ = run_all(target, requests, is_async=False, max_prefill_rows=16)
     own = Watched(target, max_prefill_rows=16)
     made = [own.submit(**one) for one in requests]
     launched: list[tuple[int, int]] = []
 
-    def noted(step: Step) -> None:
+    def note(step: Step) -> None:
         launched.extend((made.index(row.request), row.start) for row in step.rows if not row.is_decoding)
 
-    own.on_stage(Stage.RELEASED, noted)
+    own.on_stage(Stage.RELEASED, note)
     own.engine.start()
     assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
     own.engine.stop()
@@ -282,12 +282,12 @@ def test_a_failed_step_ends_its_requests_and_not_the_next(target, monkeypatch):
     own.engine.start()
     assert "the step failed: lost" in own.error(doomed)
     later = own.submit(k=0, max_tokens=20)
-    assert own.tokens(later) == said(target, [{"k": 0, "max_tokens": 20}], is_async=False)[0][0][0]
+    assert own.tokens(later) == run_all(target, [{"k": 0, "max_tokens": 20}], is_async=False)[0][0][0]
     own.engine.stop()
 
 
 def test_a_cancelled_request_in_flight_leaves_the_others_alone(target):
-    expected = said(target, [{"k": 0, "max_tokens": 40, "prompt": [2, 7]}], is_async=False)[0][0][0]
+    expected = run_all(target, [{"k": 0, "max_tokens": 40, "prompt": [2, 7]}], is_async=False)[0][0][0]
     own = Watched(target)
     cancelled, one = own.submit(k=0, max_tokens=50), own.submit([2, 7], k=0, max_tokens=40)
     own.engine.start()
@@ -310,7 +310,7 @@ def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch
     """Nothing is sent to a drafter that is off, so that steps are launched before the tokens of the one before."""
     monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(0))
     prompts = [[3, 1, 4], [2, 7], [5]]
-    expected, _ = said(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
+    expected, _ = run_all(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
     own = Watched(target)
     stream = own.connect()
     requests = [own.submit(prompt, max_tokens=60) for prompt in prompts]

@@ -17,8 +17,8 @@ from draftwire.model.tensors import decode_tensor
 from verifier_service.drafters import sender as step_sender
 
 
-def test_a_history_goes_in_pieces_and_the_last_asks_for_drafts(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", 8)
+def test_a_backlog_goes_in_pieces_and_the_last_asks_for_drafts(monkeypatch):
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_ROWS", 8)
     scene = Scene()
     stream, _ = move(scene, 20)
     for _ in range(4):
@@ -28,17 +28,17 @@ def test_a_history_goes_in_pieces_and_the_last_asks_for_drafts(monkeypatch):
     assert [len(step.opened.ids) for step in stream.steps] == [1, 0, 0]
 
 
-def test_a_piece_of_a_history_has_at_most_max_history_rows():
+def test_a_piece_of_a_backlog_has_at_most_max_backlog_rows():
     scene = Scene()
-    stream, _ = move(scene, step_sender.MAX_HISTORY_ROWS + 1)
+    stream, _ = move(scene, step_sender.MAX_BACKLOG_ROWS + 1)
     scene.flush()
     scene.flush()
-    assert [list(step.num_rows) for step in stream.steps] == [[step_sender.MAX_HISTORY_ROWS], [1]]
+    assert [list(step.num_rows) for step in stream.steps] == [[step_sender.MAX_BACKLOG_ROWS], [1]]
 
 
 def test_new_rows_of_other_sequences_go_whole_beside_a_piece(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", 8)
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 8 * 4 * WIDTH)
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_ROWS", 8)
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_BYTES", 8 * 4 * WIDTH)
     scene = Scene()
     stream, _ = move(scene, 20)
     scene.flush()
@@ -48,8 +48,8 @@ def test_new_rows_of_other_sequences_go_whole_beside_a_piece(monkeypatch):
     assert list(stream.last.num_drafts) == [0, K]
 
 
-def test_all_histories_of_a_message_share_the_bytes(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 15 * 4 * WIDTH)
+def test_all_backlogs_of_a_message_share_the_bytes(monkeypatch):
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_BYTES", 15 * 4 * WIDTH)
     scene = Scene()
     stream, _ = move(scene, 10, 10, 10)
     scene.flush()
@@ -58,7 +58,7 @@ def test_all_histories_of_a_message_share_the_bytes(monkeypatch):
 
 
 def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 1)
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_BYTES", 1)
     scene = Scene()
     stream, _ = move(scene, 3)
     for _ in range(4):
@@ -66,15 +66,15 @@ def test_a_row_wider_than_the_bytes_still_goes(monkeypatch):
     assert [list(step.num_rows) for step in stream.steps] == [[1], [1], [1]]
 
 
-def test_sequence_ids_rise_however_histories_are_split(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
+def test_sequence_ids_rise_however_backlogs_are_split(monkeypatch):
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
     stream, requests = move(scene, 8, 10)
     requests = [*requests, scene.decode(11)]
     for _ in range(5):
         scene.flush()
     assert [sequence_id for step in stream.steps for sequence_id in step.opened.ids] == [1, 2, 3]
-    assert len(stream.steps) > 1  # no history fits into one message
+    assert len(stream.steps) > 1  # no backlog fits into one message
     sent: dict[int, list[int]] = {}
     for step in stream.steps:
         tokens = iter(tokens_of(step))
@@ -83,7 +83,7 @@ def test_sequence_ids_rise_however_histories_are_split(monkeypatch):
     assert sorted(sent.values()) == sorted(request.tokens[1:] for request in requests)
 
 
-def test_a_history_begins_at_the_first_row_that_has_features():
+def test_a_backlog_begins_at_the_first_row_that_has_features():
     scene = Scene()
     one = scene.decode(6)  # before any drafter: nothing keeps its features
     stream = scene.connect()
@@ -111,8 +111,8 @@ def test_a_found_prefix_is_sent_with_its_features_and_tokens():
     assert list(stream.last.num_drafts) == [K]
 
 
-def test_a_found_prefix_is_sent_in_pieces_like_any_history(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_ROWS", BLOCK_SIZE)
+def test_a_found_prefix_is_sent_in_pieces_like_any_backlog(monkeypatch):
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_ROWS", BLOCK_SIZE)
     scene = Scene()
     stream = scene.connect()
     former = scene.decode(2 * BLOCK_SIZE)

@@ -129,7 +129,7 @@ def test_an_ended_request_is_closed_with_the_next_step():
 
 
 def test_an_ended_request_that_was_never_opened_is_not_closed(monkeypatch):
-    monkeypatch.setattr(step_sender, "MAX_HISTORY_BYTES", 4 * 4 * WIDTH)
+    monkeypatch.setattr(step_sender, "MAX_BACKLOG_BYTES", 4 * 4 * WIDTH)
     scene = Scene()
     stream, (_, paced) = move(scene, 8, 10)
     scene.flush()

@@ -35,7 +35,7 @@ def target() -> Target:
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each message with rows whether its features were there before. All are what the store has of the rows."""
-    noted: list[bool] = []
+    was_early: list[bool] = []
     fill = StepSender.fill
 
     def compared(
@@ -53,11 +53,11 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             expected = torch.empty_like(features.tensor)
             store.read(spans, expected)
             assert torch.equal(features.tensor, expected)
-            noted.append(early is not None)
+            was_early.append(early is not None)
         return features
 
     monkeypatch.setattr(StepSender, "fill", compared)
-    return noted
+    return was_early
 
 
 def test_they_are_those_of_nearly_every_verify_step(target, sources):

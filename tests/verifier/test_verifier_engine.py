@@ -105,15 +105,15 @@ def test_a_prompt_with_a_cached_beginning_continues_from_there(served):
     stream = served.connect()
     prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
     first = served.submit(prompt)
-    said = served.tokens(first)
+    output = served.tokens(first)
     second = served.submit(prompt)
-    third = served.submit([*prompt, *said, 1])
-    assert served.tokens(second) == said
+    third = served.submit([*prompt, *output, 1])
+    assert served.tokens(second) == output
     served.tokens(third)
     assert [one.num_prefix_hits for one in (first, second, third)] == [0, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE]
     counters = served.engine.counters()
     assert counters.prefix_hit_rows == 4 * BLOCK_SIZE
-    assert counters.prompt_rows == len(prompt) + 3 + 3 + len(said) + 1
+    assert counters.prompt_rows == len(prompt) + 3 + 3 + len(output) + 1
     computed = features_of(stream, 1)
     for sequence in (2, 3):
         sent = features_of(stream, sequence)
@@ -123,12 +123,12 @@ def test_a_prompt_with_a_cached_beginning_continues_from_there(served):
 
 def test_a_prefix_older_than_the_drafter_is_computed_again(served):
     prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
-    said = served.tokens(served.submit(prompt))
+    output = served.tokens(served.submit(prompt))
     stream = served.connect()
     plain, drafting, again = (served.submit(prompt, k=k) for k in (0, K, K))
-    assert [served.tokens(one) for one in (plain, drafting, again)] == [said] * 3
+    assert [served.tokens(one) for one in (plain, drafting, again)] == [output] * 3
     later = served.submit(prompt)
-    assert served.tokens(later) == said
+    assert served.tokens(later) == output
     assert plain.num_prefix_hits == later.num_prefix_hits == 2 * BLOCK_SIZE
     assert drafting.num_prefix_hits == 0
     assert sum(drafting.drafted) > 0
@@ -191,7 +191,7 @@ def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypa
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
     own.engine.start()
     alone = [own.tokens(own.submit(prompt, max_tokens=50)) for prompt in prompts]
-    said = {tuple(prompt): prompt + tokens for prompt, tokens in zip(prompts, alone, strict=True)}
+    texts = {tuple(prompt): prompt + tokens for prompt, tokens in zip(prompts, alone, strict=True)}
     stream = own.connect()
     sequences: dict[int, list[int]] = {}  # each sequence's prompt and all that the target says after it
 
@@ -206,7 +206,7 @@ def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypa
             if sequence_id not in sequences:
                 own_rows = tokens[end - rows : end]
                 sequences[sequence_id] = next(
-                    (text for text in said.values() if text[first + 1 : first + 1 + rows] == own_rows), [0] * 64
+                    (text for text in texts.values() if text[first + 1 : first + 1 + rows] == own_rows), [0] * 64
                 )
             if wanted:
                 length = first + rows + 1

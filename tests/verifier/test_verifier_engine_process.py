@@ -41,7 +41,7 @@ def test_output_is_the_same_behind_a_socket():
     ]
 
     async def answers(*, behind_socket: bool) -> list[Any]:
-        told: list[Any] = []
+        seen: list[Any] = []
         async with (
             served(behind_socket=behind_socket).serve() as address,
             grpc.aio.insecure_channel(address) as channel,
@@ -51,21 +51,21 @@ def test_output_is_the_same_behind_a_socket():
                 try:
                     messages = await outputs_of(stub.Generate(one))
                 except grpc.RpcError as error:
-                    told.append((error.code(), error.details()))
+                    seen.append((error.code(), error.details()))
                     continue
                 for message in messages:
                     message.request_id = ""
                     for field in ("time_to_first_token_s", "total_time_s", "queue_time_s"):
                         if message.HasField("statistics"):
                             message.statistics.ClearField(field)
-                told.append(messages)
+                seen.append(messages)
             info = await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
             info.counters.ClearField("times")
             assert info.HasField("server_memory") == behind_socket
             for field in ("memory", "server_memory"):
                 info.ClearField(field)
-            told.append(info)
-        return told
+            seen.append(info)
+        return seen
 
     direct, proxied = (asyncio.run(answers(behind_socket=behind)) for behind in (False, True))
     assert direct == proxied

@@ -36,11 +36,11 @@ def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.Mo
     stores: list[FeatureStore] = []
     capture = FeatureStore.capture
 
-    def noted(store: FeatureStore, output: ForwardOutput) -> None:
+    def note(store: FeatureStore, output: ForwardOutput) -> None:
         stores.append(store)
         capture(store, output)
 
-    monkeypatch.setattr(FeatureStore, "capture", noted)
+    monkeypatch.setattr(FeatureStore, "capture", note)
     target = make_target()
     expected, served = (Served(target, num_blocks=4) for _ in range(2))
     expected_stream, stream = expected.connect(), served.connect()

@@ -159,7 +159,7 @@ async def test_a_drafter_without_room_is_tried_again():
     drafter = Drafter()
     drafter.abort = (grpc.StatusCode.RESOURCE_EXHAUSTED, "SERVER: Received message larger than max (9 vs. 8)")
     async with linked(drafter) as own:
-        assert "RESOURCE_EXHAUSTED" in await own.noted(CONNECTING)
+        assert "RESOURCE_EXHAUSTED" in await own.wait_for_state(CONNECTING)
         drafter.abort = None
         await own.connected()
 
@@ -215,7 +215,7 @@ async def test_a_draining_drafter_is_told_and_left_when_streams_end():
         assert own.link.status.state == generate_pb2.DRAFTER_STATE_DRAINING
         stream.end()
         assert isinstance(await own.next(), Disconnected)
-        assert "drained" in await own.noted(CONNECTING)
+        assert "drained" in await own.wait_for_state(CONNECTING)
 
 
 @on_loop

@@ -74,7 +74,7 @@ async def test_an_expelled_drafter_is_left_alone():
     async with linked(drafter) as own:
         (await own.connected()).fail("wrong answer: drafts.tokens", expel=True)
         assert isinstance(await own.next(AT_ONCE_S), Disconnected)
-        detail = await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
+        detail = await own.wait_for_state(generate_pb2.DRAFTER_STATE_EXPELLED)
         assert detail == "expelled: wrong answer: drafts.tokens"
         await asyncio.sleep(0.3)
         assert own.events.empty()
@@ -89,10 +89,10 @@ async def test_an_expulsion_outlives_the_name_servers_answers(monkeypatch):
         assert own.link.is_needed
         stream.fail("the connection broke")
         assert isinstance(await own.next(), Disconnected)
-        await own.noted(CONNECTING)
+        await own.wait_for_state(CONNECTING)
         assert not own.link.is_needed
         (await own.connected()).fail("wrong answer", expel=True)
-        await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
+        await own.wait_for_state(generate_pb2.DRAFTER_STATE_EXPELLED)
         assert own.link.is_needed
         monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.0, 0.0))  # its time is over
         assert not own.link.is_needed
@@ -118,7 +118,7 @@ async def test_a_drafter_is_shown_as_its_stream_is_judged(monkeypatch):
         await own.next()
         second = await own.connected()
         second.report(generate_pb2.DRAFTER_STATE_PROBING)
-        assert "on trial" in await own.noted(generate_pb2.DRAFTER_STATE_PROBING)
+        assert "on trial" in await own.wait_for_state(generate_pb2.DRAFTER_STATE_PROBING)
         first.report(generate_pb2.DRAFTER_STATE_SLOW)  # of a stream that has ended
         second.report(READY)
         second.fail("the connection broke")
@@ -143,7 +143,7 @@ async def test_a_stream_that_the_drafter_ends_is_posted_and_reopened():
         event = await own.next()
         assert isinstance(event, Disconnected)
         assert event.stream is stream
-        assert await own.noted(CONNECTING) == "INTERNAL: the head is on fire"
+        assert await own.wait_for_state(CONNECTING) == "INTERNAL: the head is on fire"
         await own.connected()
 
 
@@ -152,7 +152,7 @@ async def test_an_unreachable_drafter_is_tried_again_until_it_is_there():
     server, port = await serve(Drafter())
     await server.stop(None)
     own = Linked(port, {})
-    assert "UNAVAILABLE" in await own.noted(CONNECTING)
+    assert "UNAVAILABLE" in await own.wait_for_state(CONNECTING)
     server, _ = await serve(Drafter(), port)
     await own.connected()
     own.task.cancel()

@@ -195,7 +195,7 @@ async def test_a_drafter_that_does_not_speak_the_protocol_is_expelled(name):
     async with linked(Garbled(*answers), serve=serve_bytes) as own:
         stream = await own.connected()
         stream.send(pb.DraftStep(step_id=1))
-        assert await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED) == f"expelled: {text}"
+        assert await own.wait_for_state(generate_pb2.DRAFTER_STATE_EXPELLED) == f"expelled: {text}"
         assert stream.is_expelled
 
 
@@ -225,7 +225,7 @@ async def test_a_too_large_message_of_a_drafter_expels_it(where, serving, monkey
             if where == "later info":
                 drafter.info.head = TOO_LARGE
             stream.send(pb.DraftStep(step_id=1))
-        detail = await own.noted(generate_pb2.DRAFTER_STATE_EXPELLED)
+        detail = await own.wait_for_state(generate_pb2.DRAFTER_STATE_EXPELLED)
         assert "message larger than max" in detail
         if where in ("answer", "later info"):
             assert stream.is_expelled

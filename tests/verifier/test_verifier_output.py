@@ -87,7 +87,7 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-class Said(NamedTuple):
+class Pushed(NamedTuple):
     """What a client gets of one step."""
 
     token_ids: list[int]
@@ -108,7 +108,7 @@ class Output:
         self._text = ResponseText("r", params, codec, [])
         self._count = 0
 
-    def push(self, token_ids: list[int], room: int = ROOM) -> Said:
+    def push(self, token_ids: list[int], room: int = ROOM) -> Pushed:
         piece = self._stops.cut(token_ids, room)
         self._count += len(piece.token_ids)
         message = pb.GenerateResponse(
@@ -124,7 +124,7 @@ class Output:
         assert len(message.drafted) == len(tokens)
         assert [one.rank for one in message.logprobs] == tokens
         assert has_stopped == message.HasField("stop_text")
-        return Said(
+        return Pushed(
             tokens,
             message.text,
             list(message.token_text_ends),
@@ -138,7 +138,7 @@ def builder(codec: TextCodec | None, **options: Any) -> Output:
     return Output(codec, **options)
 
 
-def push(output: Output, token_ids: list[int], room: int = ROOM) -> Said:
+def push(output: Output, token_ids: list[int], room: int = ROOM) -> Pushed:
     return output.push(token_ids, room)
 
 

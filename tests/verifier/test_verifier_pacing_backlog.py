@@ -1,4 +1,4 @@
-"""Rows of prompts and histories: one message at a time, of a size that its answers allow."""
+"""Rows of prompts and backlogs: one message at a time, of a size that its answers allow."""
 
 from __future__ import annotations
 

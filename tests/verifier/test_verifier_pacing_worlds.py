@@ -43,7 +43,7 @@ def test_a_held_step_ends_its_wait_at_the_draft_deadline(clock):
 def test_new_sequences_do_not_split_the_others(clock, monkeypatch, kind, sequences, deadline_s):
     """Their drafts come behind those of the others, for their prompts are read first: they miss a step, no more."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
-    costs = Costs(draft_s=0.4e-3, history_s=3e-3, noise=0.1)
+    costs = Costs(draft_s=0.4e-3, backlog_s=3e-3, noise=0.1)
     world = kind(clock, sequences, costs, config=CONFIG, deadline_s=deadline_s)
     world.run(1.0)
     world.step_sizes.clear()

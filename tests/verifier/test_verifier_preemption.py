@@ -41,13 +41,13 @@ def outputs(
         for i, prompt in enumerate(PROMPTS)
     ]
     own.engine.start()
-    said = [own.tokens(one) for one in requests]
+    tokens = [own.tokens(one) for one in requests]
     own.engine.stop()
     assert stream.failure is None
     if options.get("k") != 0:
         assert all(sum(one.drafted) > 0 for one in requests)
     assert [one.num_output for one in requests] == [CONTEXT - len(prompt) for prompt in PROMPTS]
-    return said, own.engine.scheduler.num_preemptions
+    return tokens, own.engine.scheduler.num_preemptions
 
 
 @pytest.mark.full

@@ -43,7 +43,7 @@ def one_group(monkeypatch) -> None:
     monkeypatch.setattr(prelaunch, "PATIENCE_S", WAIT_S)
 
 
-class Noted(Served):
+class CountingEngine(Served):
     """An engine that counts what becomes of the steps that are prelaunched.
 
     Attributes
@@ -123,7 +123,7 @@ def undrafted(target: Target, requests: list[dict[str, Any]]) -> list[list[int]]
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}, {"presence_penalty": 0.5, "logprobs": 1}])
 def test_the_output_is_that_without_drafts(target, limits, kind):
     requests = [{**one, **kind} for one in REQUESTS]
-    own = Noted(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"}, **limits)
+    own = CountingEngine(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"}, **limits)
     own.connect_late()
     made = [own.submit(**one) for one in requests]
     own.engine.start()
@@ -139,7 +139,7 @@ def test_the_output_is_that_without_drafts(target, limits, kind):
 @pytest.mark.parametrize("limit", [Limit(0.0, 5), Limit(0.4, 100), Limit(0.0, 0)], ids=str)
 def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
     """Steps with fewer rows than drafts came; they are prelaunched all the same."""
-    own = Noted(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"})
+    own = CountingEngine(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"})
     own.engine.drafting.pin(K, limit)
     own.connect_late()
     rows: list[list[int]] = []
@@ -156,13 +156,13 @@ def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
 
 def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
     """And starts before its answer is checked."""
-    own, take_answer, taken = Noted(target), Executor.take_answer, []
+    own, take_answer, taken = CountingEngine(target), Executor.take_answer, []
 
-    def noted(executor: Executor, event: Answered) -> bool:
+    def note(executor: Executor, event: Answered) -> bool:
         taken.append(take_answer(executor, event))
         return taken[-1]
 
-    monkeypatch.setattr(Executor, "take_answer", noted)
+    monkeypatch.setattr(Executor, "take_answer", note)
     own.connect_late()
     one = own.submit(max_tokens=40)
     own.engine.start()
@@ -186,7 +186,7 @@ def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
     ],
 )
 def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, starts, monkeypatch):
-    own, take_answer, started = Noted(target), Executor.take_answer, []
+    own, take_answer, started = CountingEngine(target), Executor.take_answer, []
 
     def spoilt(executor: Executor, event: Answered) -> bool:
         is_waiting = executor.is_prepared and not executor.computes_prepared
@@ -213,7 +213,7 @@ def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, start
 def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, wrong):
     """Early drafts that are others than those of the answer make a step that comes to nothing, now and then."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
-    own = Noted(target)
+    own = CountingEngine(target)
     take_early_drafts = Executor.take_early_drafts
     begun, written = [], []
 
@@ -262,7 +262,7 @@ def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, w
 
 
 def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(target):
-    own = Noted(target)
+    own = CountingEngine(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     gone = weakref.ref(stream)
@@ -280,7 +280,7 @@ def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(target):
 
 @pytest.mark.parametrize("count", [0, 1, K])
 def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
-    own = Noted(target)
+    own = CountingEngine(target)
     own.connect_late(lambda _: [5, 6, 7][:count])
     made = [own.submit(**one) for one in REQUESTS]
     own.engine.start()
@@ -291,7 +291,7 @@ def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
 
 def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatch):
     monkeypatch.setattr(prelaunch, "PATIENCE_S", 0.05)
-    own = Noted(target)
+    own = CountingEngine(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     waiting = own.submit(max_tokens=20)
@@ -305,7 +305,7 @@ def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatc
 
 def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
     monkeypatch.setattr(DraftWaitPolicy, "hold_until", lambda _, now, *__: now + WAIT_S)
-    own = Noted(target)
+    own = CountingEngine(target)
     own.connect_late()
     drafting = own.submit(max_tokens=50)
     own.engine.start()
@@ -317,19 +317,19 @@ def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
 
 
 def test_no_step_is_computed_twice_with_a_nearly_full_cache(target):
-    own = Noted(target, num_blocks=45, max_num_seqs=16, max_queue=16)
+    own = CountingEngine(target, num_blocks=45, max_num_seqs=16, max_queue=16)
     own.connect_late()
     requests = [{"prompt": [3 + i, *range(i)], "max_tokens": 30} for i in range(16)]
     made = [own.submit(**one) for one in requests]
     taken: list[ForwardOutput] = []
     logits_of = ForwardOutput.with_logits_of
 
-    def noted(output: ForwardOutput, rows: Any) -> ForwardOutput:
+    def note(output: ForwardOutput, rows: Any) -> ForwardOutput:
         taken.append(output)
         return logits_of(output, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardOutput, "with_logits_of", noted)
+        patch.setattr(ForwardOutput, "with_logits_of", note)
         own.engine.start()
         assert [own.tokens(one) for one in made] == undrafted(target, requests)
     own.engine.stop()
@@ -338,7 +338,7 @@ def test_no_step_is_computed_twice_with_a_nearly_full_cache(target):
 
 
 def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
-    own = Noted(target)
+    own = CountingEngine(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     gone = own.submit(max_tokens=20)
@@ -353,7 +353,7 @@ def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
 
 
 def test_a_released_step_that_fails_ends_its_requests_alone(target):
-    own = Noted(target)
+    own = CountingEngine(target)
 
     has_failed = False
 
@@ -374,7 +374,7 @@ def test_a_released_step_that_fails_ends_its_requests_alone(target):
 
 
 def test_a_prelaunched_step_does_not_outlive_the_engine(target):
-    own = Noted(target)
+    own = CountingEngine(target)
     stream = own.connect()
     stream.on_send = lambda _: None
     own.submit(max_tokens=20)
@@ -385,7 +385,7 @@ def test_a_prelaunched_step_does_not_outlive_the_engine(target):
 
 
 def test_a_cancelled_request_leaves_the_waiting_step_alone(target):
-    own = Noted(target)
+    own = CountingEngine(target)
     cancelled, other = own.submit(max_tokens=40), own.submit([2, 7], max_tokens=40)
 
     def drafts_for(_: Any) -> list[int]:
@@ -404,7 +404,7 @@ def test_a_cancelled_request_leaves_the_waiting_step_alone(target):
 
 
 def test_nothing_is_prelaunched_without_async_scheduling(target):
-    own = Noted(target, async_scheduling=False)
+    own = CountingEngine(target, async_scheduling=False)
     own.connect_late()
     own.engine.start()
     own.tokens(own.submit())

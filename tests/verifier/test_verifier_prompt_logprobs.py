@@ -47,10 +47,10 @@ def messages_of(own: Served, request: Request) -> list[pb.GenerateResponse]:
 
 
 def check(messages: Sequence[pb.GenerateResponse], prompt: Sequence[int], num_top: int) -> None:
-    told = [entry for message in messages for entry in message.prompt_logprobs]
+    entries = [entry for message in messages for entry in message.prompt_logprobs]
     expected = plain_logprobs(prompt)
-    assert len(told) == len(prompt) - 1
-    for row, token, entry in zip(expected, prompt[1:], told, strict=True):
+    assert len(entries) == len(prompt) - 1
+    for row, token, entry in zip(expected, prompt[1:], entries, strict=True):
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert entry.rank == 1 + int((row > row[token]).sum())
         assert list(entry.top_ids) == row.topk(num_top).indices.tolist()
@@ -126,9 +126,9 @@ def test_tokens_and_texts_come_with_them(tmp_path: Path) -> None:
             return [message async for message in stub.Generate(request, timeout=60)]
 
     messages = asyncio.run(run())
-    told = [entry for message in messages for entry in message.prompt_logprobs]
+    entries = [entry for message in messages for entry in message.prompt_logprobs]
     assert {message.index for message in messages if message.prompt_logprobs} == {0}
-    assert [(entry.token_id, entry.text) for entry in told] == [(1, " w1"), (4, " w4"), (15, " w15")]
+    assert [(entry.token_id, entry.text) for entry in entries] == [(1, " w1"), (4, " w4"), (15, " w15")]
     for message in messages:
         for token_id, entry in zip(message.token_ids, message.logprobs, strict=True):
             assert entry.text == f" w{token_id}"

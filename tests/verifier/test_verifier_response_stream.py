@@ -236,11 +236,11 @@ def test_no_more_requests_are_open_than_a_batch_beside_the_known():
                 await asyncio.sleep(0.02)
             async with grpc.aio.insecure_channel(address) as channel:
                 refused = GenerationStub(channel).Generate(request())
-                with pytest.raises(grpc.RpcError) as told:
+                with pytest.raises(grpc.RpcError) as error:
                     await tokens_of(refused)
-                assert told.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert told.value.details() == "16 outputs wait for clients that read slowly; try again later"
-                assert retry_after_s(told.value.trailing_metadata()) > 0
+                assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert error.value.details() == "16 outputs wait for clients that read slowly; try again later"
+                assert retry_after_s(error.value.trailing_metadata()) > 0
                 assert len(handler.open_outputs) == most
                 await tokens_of(held.pop())
                 assert len(await tokens_of(GenerationStub(channel).Generate(request()))) == MAX_TOKENS

@@ -82,16 +82,16 @@ def test_log_probabilities_are_of_each_requests_rows_and_tokens():
         tokens, logprobs = drawn[i]
         assert len(tokens) > 0
         assert logprobs is not None
-        for row, token, told in zip(expected[i], tokens, logprobs.messages(len(tokens)), strict=False):
-            assert told.logprob == pytest.approx(row[token].item())
-            assert told.rank == int((row > row[token]).sum()) + 1
-            assert list(told.top_ids) == row.topk(likeliest).indices.tolist()
-            assert list(told.top_logprobs) == pytest.approx(row.topk(likeliest).values.tolist())
+        for row, token, entry in zip(expected[i], tokens, logprobs.messages(len(tokens)), strict=False):
+            assert entry.logprob == pytest.approx(row[token].item())
+            assert entry.rank == int((row > row[token]).sum()) + 1
+            assert list(entry.top_ids) == row.topk(likeliest).indices.tolist()
+            assert list(entry.top_logprobs) == pytest.approx(row.topk(likeliest).values.tolist())
 
 
 def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
-    def told(*counts: int) -> list[int]:
-        """Tokens told to the first of as many requests."""
+    def top_ids_of(*counts: int) -> list[int]:
+        """The top tokens of the first of as many requests."""
         made = TokenSampler(
             speculative_config_from_mapping({"num_speculative_tokens": 3}), MANY, frozenset(), 5, torch.device("cpu")
         )
@@ -106,7 +106,7 @@ def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
     for seed in range(20):
         torch.manual_seed(seed)
         logits = torch.randn(3, MANY).to(torch.bfloat16)
-        assert told(5) == told(5, 20) == told(5, 1, 12)
+        assert top_ids_of(5) == top_ids_of(5, 20) == top_ids_of(5, 1, 12)
 
 
 def test_where_nothing_could_be_drawn_nothing_is_told():

@@ -8,7 +8,7 @@ import pytest
 from drafting_scene import Clock
 from paced_world import CONFIG, KNOWN_LOSS, Costs, LaunchingWorld, use_rows_of_8b
 
-BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "history_s": 1.8e-3, "noise": 0.05}
+BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "backlog_s": 1.8e-3, "noise": 0.05}
 """Two H100s, on one of which the host takes 3.5 ms to launch a step beside another one."""
 
 
@@ -45,7 +45,7 @@ def test_simultaneous_requests_lose_little_by_sending_their_rows(
     assert world.tokens - before > gain * without * (clock.now - began)
 
 
-SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "history_s": 2.5e-3}
+SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "backlog_s": 2.5e-3}
 """Two H100s on whose host a step takes up to 3.5 ms to launch, and a row of features up to 37 us to be sent."""
 
 
@@ -173,6 +173,6 @@ def test_a_link_that_narrows_is_not_filled_with_a_backlog(clock, monkeypatch, se
     assert min(rates) > 1.1
 
 
-AN_H200 = {"step_s": 4.72e-3, "row_s": 9.5e-6, "draft_s": 0.3e-3, "history_s": 1.5e-3, "accepted": 2, "noise": 0.02}
+AN_H200 = {"step_s": 4.72e-3, "row_s": 9.5e-6, "draft_s": 0.3e-3, "backlog_s": 1.5e-3, "accepted": 2, "noise": 0.02}
 """Two H200s: the host's part of a step is 2.7 ms, and 2.2 more where it sends a message that asks for nothing, about
 the same for 16 rows and for 200."""

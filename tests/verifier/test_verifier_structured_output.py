@@ -48,9 +48,9 @@ def outputs(target: Target, *, drafts: bool, limits: dict[str, Any] | None = Non
             made.grammar = None
         requests.append(own.submit_made(made))
     own.engine.start()
-    said = [own.tokens(one) for one in requests]
+    found = [own.tokens(one) for one in requests]
     own.engine.stop()
-    return said, requests, own
+    return found, requests, own
 
 
 def follows_the_regex(tokens: list[int]) -> bool:
@@ -62,11 +62,11 @@ def follows_the_regex(tokens: list[int]) -> bool:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 def test_output_follows_the_grammar_and_no_draft_changes_it(target, options):
-    said, requests, _ = outputs(target, drafts=True, **options)
+    found, requests, _ = outputs(target, drafts=True, **options)
     alone, _, _ = outputs(target, drafts=False, **options)
-    assert all(follows_the_regex(tokens) for tokens in said[::2])
-    assert said == alone
-    assert not all(follows_the_regex(tokens) for tokens in said[1::2])
+    assert all(follows_the_regex(tokens) for tokens in found[::2])
+    assert found == alone
+    assert not all(follows_the_regex(tokens) for tokens in found[1::2])
     drafted = [sum(one.drafted) for one in requests]
     assert all(drafted)
     assert sum(drafted[::2]) < sum(drafted[1::2]), "drafts outside of the grammar are not verified"
@@ -77,9 +77,9 @@ def test_preemption_does_not_change_the_output(target, drafts):
     expected, _, engine = outputs(target, drafts=drafts)
     assert engine.engine.scheduler.num_preemptions == 0
     limits = {"num_blocks": blocks_for(CONTEXT) + 1, "prefix_caching": False}
-    said, _, engine = outputs(target, drafts=drafts, limits=limits)
+    found, _, engine = outputs(target, drafts=drafts, limits=limits)
     assert engine.engine.scheduler.num_preemptions > 0
-    assert said == expected
+    assert found == expected
 
 
 def test_a_finished_grammar_ends_the_output(target):

@@ -252,11 +252,11 @@ def outputs(target: Target, workers: Workers | None = None) -> Outputs:
     own.connect([5, 6, 7])
     first = own.submit(PROMPTS[0], max_tokens=40)
     own.engine.start()
-    said = [own.tokens(first)]
+    tokens = [own.tokens(first)]
     requests = [own.submit(prompt, keys=100 * i, max_tokens=40) for i, prompt in enumerate(PROMPTS[1:], 1)]
-    said += [own.tokens(request) for request in requests]
+    tokens += [own.tokens(request) for request in requests]
     own.engine.stop()
-    return Outputs(said, [sum(request.drafted) for request in (first, *requests)], own.engine.counters())
+    return Outputs(tokens, [sum(request.drafted) for request in (first, *requests)], own.engine.counters())
 
 
 def check_outputs(expected: Outputs, found: Outputs) -> None:

@@ -155,12 +155,12 @@ def test_without_a_stream_there_is_one_response():
 def test_the_stop_text_and_the_length_are_told():
     writer = ResponseWriter(request(), PROMPT)
     stop = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, stop_text="ab", statistics=STATISTICS)
-    (told,) = writer.write(stop)
-    assert (told.complete.finish_reason, told.complete.matched_stop_str) == ("stop", "ab")
+    (message,) = writer.write(stop)
+    assert (message.complete.finish_reason, message.complete.matched_stop_str) == ("stop", "ab")
     length = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH, statistics=STATISTICS)
-    (told,) = ResponseWriter(request(), PROMPT).write(length)
-    assert told.complete.finish_reason == "length"
-    assert told.complete.WhichOneof("matched_stop") is None
+    (message,) = ResponseWriter(request(), PROMPT).write(length)
+    assert message.complete.finish_reason == "length"
+    assert message.complete.WhichOneof("matched_stop") is None
 
 
 def test_logprobs_of_a_stream_are_in_its_chunks():

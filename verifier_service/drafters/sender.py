@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 # The backlog of a sequence is sent in pieces of at most this many rows, and all backlogs in a message take at most this
 # many bytes, so that they delay no other sequence.
-MAX_HISTORY_ROWS = 512
-MAX_HISTORY_BYTES = 16 * 1024 * 1024
+MAX_BACKLOG_ROWS = 512
+MAX_BACKLOG_BYTES = 16 * 1024 * 1024
 # While most sequences have a backlog, no drafts are asked for: until at most this share has one, or at most half had
 # one for this many seconds.
 FEW_SHARE, LONGEST_FEW_S = 0.125, 1.0
@@ -68,7 +68,7 @@ class StepSender:
         session.catches_up = is_adaptive and self._must_catch_up(session, now)
         if session.catches_up:
             if backlog.may_send(now) and any(rows > self._most_verified for _, rows in pieces):
-                self._send_step(session, store, pieces, 0, has_histories=True)
+                self._send_step(session, store, pieces, 0, has_backlog=True)
                 session.catches_up = self._must_catch_up(session, now)
             return
         num_drafts = session.pace.num_drafts
@@ -79,7 +79,7 @@ class StepSender:
             has_asked = self._send_step(session, store, verified, num_drafts)
         # Else drafts would wait behind these rows.
         if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):
-            self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_histories=True)
+            self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_backlog=True)
 
     def send_closed(self, session: DraftSession, store: FeatureStore) -> None:
         """Send the closed sequences to a drafter that gets no rows."""
@@ -114,7 +114,7 @@ class StepSender:
         pieces: list[_Piece],
         num_drafts: int,
         *,
-        has_histories: bool = False,
+        has_backlog: bool = False,
     ) -> bool:
         """Send rows, and ask for `num_drafts` drafts of each complete sequence. Return whether any is complete."""
         session.step_id += 1
@@ -144,7 +144,7 @@ class StepSender:
         most = max(rows.num_drafts, default=0)
         step_s = self._waits.step_s
         message = session.pace.send(
-            sent, num_bytes, num_rows, most, num_asked, step_s=step_s, has_histories=has_histories
+            sent, num_bytes, num_rows, most, num_asked, step_s=step_s, has_backlog=has_backlog
         )
         session.unanswered[session.step_id] = message
         for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True):
@@ -205,9 +205,9 @@ class StepSender:
         """Return (sequence, rows to send): all rows of verify steps, and up to `most_rows` of a backlog.
 
         Rows older than the last step are a backlog: of a moved sequence, a slow drafter, or a cached prefix. At most
-        MAX_HISTORY_ROWS of a backlog, and MAX_HISTORY_BYTES of all backlogs, go at once.
+        MAX_BACKLOG_ROWS of a backlog, and MAX_BACKLOG_BYTES of all backlogs, go at once.
         """
-        room = max(MAX_HISTORY_BYTES // session.stream.head.row_bytes, 1)
+        room = max(MAX_BACKLOG_BYTES // session.stream.head.row_bytes, 1)
         pieces = []
         for binding in session.bindings:
             request, first = binding.request, binding.next_row
@@ -216,7 +216,7 @@ class StepSender:
                 rows = int(min(rows, most_rows))
                 most_rows -= rows
             if first < self._old_rows.get(request, request.num_reused):
-                rows = min(rows, MAX_HISTORY_ROWS, room)
+                rows = min(rows, MAX_BACKLOG_ROWS, room)
                 room -= rows
             if rows > 0:
                 pieces.append((binding, rows))

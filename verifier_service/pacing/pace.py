@@ -27,7 +27,7 @@ class Message:
     drafts: int  # drafts wanted of each sequence with drafts
     sequences: int  # number of sequences with wanted drafts
     wait_until: float  # monotonic time until which requests wait for its drafts
-    has_histories: bool = False  # whether it has backlog rows
+    has_backlog: bool = False  # whether it has backlog rows
 
 
 class Pace:
@@ -104,15 +104,15 @@ class Pace:
         sequences: int,
         *,
         step_s: float,
-        has_histories: bool = False,
+        has_backlog: bool = False,
     ) -> Message:
         """Return a message sent now, with the time until which requests wait for its drafts; `step_s` as in
         `patience_s`."""
         self._num_sent += 1
-        if has_histories:
+        if has_backlog:
             self.backlog.count_sent(now, self._num_sent)
         wait_until = now + self.patience_s(drafts, step_s)
-        return Message(self._num_sent, now, num_bytes, rows, drafts, sequences, wait_until, has_histories)
+        return Message(self._num_sent, now, num_bytes, rows, drafts, sequences, wait_until, has_backlog)
 
     def take_answer(self, message: Message, received: float, step_s: float) -> None:
         """Learn from an answer; `step_s` as in `patience_s`."""
@@ -123,7 +123,7 @@ class Pace:
             self._deviation_s += SMOOTH_DEVIATION * (abs(seconds - self._answer_s) - self._deviation_s)
             self._answer_s += SMOOTH * (seconds - self._answer_s)
         self.backlog.note_answer(message.number)
-        if message.has_histories:
+        if message.has_backlog:
             # NaN, and so never late, while either is unknown. A message without drafts delays none, and the last answer
             # with drafts may be of a faster link.
             in_time_s = self._answer_s + step_s if message.sequences > 0 else math.nan
