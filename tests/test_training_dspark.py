@@ -10,7 +10,8 @@ from drafter_service.heads.spec import DraftContext, Rows
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 from training.dspark import DSparkHead, target_layers
 from training.families import DSpark, Sizes
-from training.layers import HeadShape
+from training.layers import Fusion, HeadShape
+from training.objectives import survival_weights
 from training.target import Target
 
 ANCHOR, SIZE = 11, 4
@@ -46,10 +47,11 @@ class Step(DraftContext):
 @torch.no_grad()
 def test_exported_head_drafts_as_in_training(tmp_path: Path) -> None:
     target = Target(write_chat_target(tmp_path / "target"), "cpu", torch.float32)
-    family = DSpark(target, Sizes(draft_layers=2, block_size=SIZE, markov_rank=6), END, SLOT)
+    family = DSpark(target, Sizes(draft_layers=2, intermediate_size=40, block_size=SIZE, markov_rank=6), END, SLOT)
     for weight in family.head.parameters():
         weight.add_(torch.randn_like(weight) * 0.2)
         weight.copy_(weight.bfloat16())
+    family.head.fc.scale.copy_(2.0 ** torch.randint(-2, 3, family.head.fc.scale.shape))  # exact in bfloat16
     family.export(tmp_path / "head")
     tokens = torch.randint(4, 200, (20,))
     states, _ = target.states(tokens[None], [layer + 1 for layer in family.layers])
@@ -76,6 +78,20 @@ def test_blocks_do_not_see_each_other_nor_what_follows() -> None:
     torch.testing.assert_close(beside.hidden[:, 1], alone.hidden[:, 0])
 
 
+def test_a_channel_s_scale_leaves_the_exported_weight_of_the_same_function() -> None:
+    fusion, states = Fusion(6, 3), torch.randn(50, 6) * torch.tensor([1.0, 300.0, 0.1, 2.0, 5.0, 40.0])
+    fusion.measure(states)
+    assert torch.allclose((states / fusion.scale).square().mean(0), torch.ones(6))
+    torch.testing.assert_close(fusion(states), states @ fusion.folded().T)
+
+
+def test_slots_weigh_what_they_bring() -> None:
+    accepts = torch.tensor([0.5, 0.4, 0.2], requires_grad=True)
+    accepts.cumprod(0).sum().backward()
+    torch.testing.assert_close(survival_weights(accepts.detach()), accepts.grad)
+
+
 def test_target_layers_are_spread_evenly() -> None:
     assert target_layers(30, 4) == [1, 10, 18, 27]
+    assert target_layers(4, 4) == [0, 1, 2]
     assert target_layers(36, 5) == [1, 9, 17, 25, 33]  # of deepseek-ai's Qwen3-4B

@@ -51,7 +51,7 @@ def write_conversations(
             end=turns.before_next[0],
             turns=turns,
         )
-        _save(texts, path, target.config.vocab_size)
+        save_texts(texts, path, target.config.vocab_size)
         made += rows * length
         elapsed = time.monotonic() - began
         own = texts.own.float().mean().item()
@@ -61,7 +61,8 @@ def write_conversations(
             (folder / f"samples-{seed:03d}.json").write_text(json.dumps(samples, indent=1, ensure_ascii=False))
 
 
-def _save(texts: Texts, path: Path, vocab_size: int) -> None:
+def save_texts(texts: Texts, path: Path, vocab_size: int) -> None:
+    """Write a file that `Conversations` reads."""
     kind = np.uint16 if vocab_size <= 65536 else np.int32
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:

@@ -2,9 +2,9 @@
 
 A block drafts `block_size` tokens after an anchor x_a, the last committed token, in one pass: its queries are the
 anchor's embedding and mask embeddings at positions a, a + 1, ... Slot j predicts x_{a+1+j}. The queries see the
-context, which is `hidden_norm(fc(states))` of the positions before a, and each other in both directions. A Markov head
-of low rank adds W2 W1[x_{a+j}] to the logits of slot j; a confidence head tells how probable it is that slot j is
-accepted. Embedding and lm_head are the target's.
+context, which is `hidden_norm(fc(states))` of the positions before a, and each other in both directions. A recurrent
+Markov head adds a bias of low rank to the logits of slot j, from the tokens of the block up to x_{a+j} and the slot's
+state; a confidence head tells how probable it is that slot j is accepted. Embedding and lm_head are the target's.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.layers import MLP, Attention, HeadShape, RMSNorm, initialise, rotary_tables
+from training.layers import MLP, Attention, Fusion, HeadShape, RMSNorm, initialise, rotary_tables
 
 
 class Block(NamedTuple):
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     hidden
         [B, A, block_size, hidden]: the input of lm_head.
     latent
-        [B, A, block_size, rank]: W1 of the token before each slot; times W2 it is the bias of the slot's logits.
+        [B, A, block_size, rank]: times W2 the bias of the slot's logits.
     confidence
         [B, A, block_size]: logits of the probability that the slot is accepted.
     """
@@ -61,12 +61,25 @@ class DraftLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """The `vanilla` Markov head: a bias of the logits from the token before, of low rank."""
+    """The `rnn` Markov head: a bias of a slot's logits from the block's tokens before it, of low rank."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
+        self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
+
+    def latents(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Latents [..., block_size, rank] from W1 of the tokens before the slots and the slots' states [..., width]."""
+        state = torch.zeros_like(embedded[..., 0, :])
+        outputs = []
+        for token, slot in zip(embedded.unbind(-2), hidden.unbind(-2), strict=True):
+            joint = torch.cat([state, token, slot], dim=-1)
+            gate, candidate, output = self.joint_proj(joint).chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            state = gate * state + (1 - gate) * candidate.tanh()
+            outputs.append(output.tanh())
+        return torch.stack(outputs, dim=-2)
 
 
 class ConfidenceHead(nn.Module):
@@ -83,14 +96,15 @@ class DSparkHead(nn.Module):
     def __init__(self, shape: HeadShape, fused_width: int, block_size: int, markov_rank: int, mask_token: int) -> None:
         super().__init__()
         self.shape, self.block_size, self.mask_token = shape, block_size, mask_token
-        self.fc = nn.Linear(fused_width, shape.hidden_size, bias=False)
+        self.fc = Fusion(fused_width, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.markov_head = MarkovHead(shape.vocab_size, markov_rank)
+        self.markov_head = MarkovHead(shape, markov_rank)
         self.confidence_head = ConfidenceHead(shape.hidden_size + markov_rank)
         initialise(self)
         nn.init.zeros_(self.markov_head.markov_w2.weight)
+        nn.init.zeros_(self.markov_head.joint_proj.bias)
         nn.init.zeros_(self.confidence_head.proj.bias)
 
     def block(self, states: Tensor, tokens: Tensor, anchors: Tensor, embedding: Tensor) -> Block:
@@ -112,9 +126,9 @@ class DSparkHead(nn.Module):
         for layer in self.layers:
             x = layer(x, context, (cos[:length], sin[:length]), slots, mask)
         hidden = self.norm(x).unflatten(1, (count, size))
-        latent = self.markov_head.markov_w1(before).to(hidden.dtype).unflatten(1, (count, size))
-        confidence = self.confidence_head.proj(torch.cat([hidden, latent], dim=-1)).squeeze(-1)
-        return Block(hidden, latent, confidence)
+        embedded = self.markov_head.markov_w1(before).to(hidden.dtype).unflatten(1, (count, size))
+        confidence = self.confidence_head.proj(torch.cat([hidden, embedded], dim=-1)).squeeze(-1)
+        return Block(hidden, self.markov_head.latents(embedded, hidden), confidence)
 
 
 def block_mask(anchors: Tensor, size: int, length: int) -> Tensor:
@@ -127,6 +141,11 @@ def block_mask(anchors: Tensor, size: int, length: int) -> Tensor:
 
 
 def target_layers(num_layers: int, count: int) -> list[int]:
-    """`target_layer_ids`: layers whose outputs are read, evenly spaced from the second to the third from the end."""
+    """`target_layer_ids`: layers whose outputs are read, evenly spaced from the second to the third from the end.
+
+    Of a target with few layers all but the last.
+    """
+    if num_layers < count + 3:
+        return list(range(num_layers - 1))[-count:]
     last = num_layers - 3
     return sorted({round(1 + i * (last - 1) / max(count - 1, 1)) for i in range(count)})

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.layers import MLP, Attention, HeadShape, RMSNorm, initialise, rotary_tables
+from training.layers import MLP, Attention, Fusion, HeadShape, RMSNorm, initialise, rotary_tables
 
 Chooser = Callable[[int, Tensor], Tensor]
 
@@ -62,7 +62,7 @@ class Eagle3Head(nn.Module):
     def __init__(self, shape: HeadShape, target_width: int, draft_vocab_size: int | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(3 * target_width, shape.hidden_size, bias=False)
+        self.fc = Fusion(3 * target_width, shape.hidden_size)
         self.midlayer = MidLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head: nn.Linear | None = None
@@ -110,5 +110,7 @@ class Eagle3Head(nn.Module):
 
 
 def feature_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's default layers: the states that enter layers 2, n // 2 and n - 3."""
+    """EAGLE-3's default layers: the states that enter layers 2, n // 2 and n - 3; the last three of a small target."""
+    if num_layers < 7:
+        return list(range(num_layers - 3, num_layers))
     return [2, num_layers // 2, num_layers - 3]

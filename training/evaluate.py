@@ -1,5 +1,6 @@
 """Acceptance of a head on the target's answers to held-out prompts, counted exactly in one process."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,21 +44,37 @@ class Calibration:
         }
 
 
-def evaluate(
-    target: Target, tokenizer: Any, family: Family, new_tokens: int, most: int | None, samples: int = 2
-) -> dict[str, Any]:
-    """Return the report: by prompt set, temperature and k, the acceptance of greedy and of sampled drafts."""
-    report: dict[str, Any] = {"new_tokens": new_tokens}
+def draw_answers(
+    target: Target, tokenizer: Any, folder: Path, new_tokens: int, most: int | None, samples: int = 2
+) -> dict[tuple[str, float], Texts]:
+    """Return the target's answers to the prompts, by prompt set and temperature; heads of one folder share them."""
+    path = folder / f"answers-{new_tokens}-{most or 'all'}.pt"
+    drawn: dict[tuple[str, float], Texts] = {}
+    if path.exists():
+        for key, (tokens, own) in torch.load(path, map_location=target.device).items():
+            drawn[key] = Texts(tokens, own)
+        return drawn
+    end = read_turns(tokenizer).before_next[0]
     for name, prompts in prompt_sets(tokenizer, most).items():
         longest = max(map(len, prompts))
         for temperature in (0.0, 1.0):
-            repeats = 1 if temperature == 0 else samples
-            rows = prompts * repeats
-            end = read_turns(tokenizer).before_next[0]
+            rows = prompts * (1 if temperature == 0 else samples)
             texts = write(target, rows, [temperature] * len(rows), longest + new_tokens, 7, end=end)
-            texts = _shortened(texts, rows, new_tokens)
-            drafts = list(answer_drafts(target, family.head, family.layers, texts, max(LENGTHS)))
-            report[f"{name}, temperature {temperature:g}"] = _count(drafts, texts, temperature)
+            drawn[name, temperature] = _shortened(texts, rows, new_tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({key: tuple(texts) for key, texts in drawn.items()}, path.with_suffix(".unfinished"))
+    path.with_suffix(".unfinished").rename(path)
+    return drawn
+
+
+def evaluate(
+    target: Target, family: Family, answers: dict[tuple[str, float], Texts], new_tokens: int
+) -> dict[str, Any]:
+    """Return the report: by prompt set, temperature and k, the acceptance of greedy and of sampled drafts."""
+    report: dict[str, Any] = {"new_tokens": new_tokens}
+    for (name, temperature), texts in answers.items():
+        drafts = list(answer_drafts(target, family.head, family.layers, texts, max(LENGTHS)))
+        report[f"{name}, temperature {temperature:g}"] = _count(drafts, texts, temperature)
     return report
 
 

@@ -38,7 +38,7 @@ def export_eagle3(head: Eagle3Head, layers: list[int], directory: Path, end: int
 
     A head of the target's whole vocabulary has no lm_head of its own.
     """
-    state, shape = head.state_dict(), head.shape
+    state, shape = _folded(head), head.shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -65,7 +65,7 @@ def export_dspark(head: DSparkHead, layers: list[int], target_layers: int, direc
         "confidence_head_with_markov": True,
         "enable_confidence_head": True,
         "layer_types": ["full_attention"] * shape.num_hidden_layers,
-        "markov_head_type": "vanilla",
+        "markov_head_type": "rnn",
         "markov_rank": head.markov_head.markov_w1.embedding_dim,
         "mask_token_id": head.mask_token,
         "num_anchors": 128,
@@ -74,7 +74,15 @@ def export_dspark(head: DSparkHead, layers: list[int], target_layers: int, direc
         "target_layer_ids": layers,
         "use_sliding_window": False,
     }
-    _write(config, head.state_dict(), directory)
+    _write(config, _folded(head), directory)
+
+
+def _folded(head: Eagle3Head | DSparkHead) -> dict[str, Tensor]:
+    """Return the head's weights for the target's states as they are."""
+    state = dict(head.state_dict())
+    state["fc.weight"] = head.fc.folded()
+    del state["fc.scale"]
+    return state
 
 
 def load_weights(head: torch.nn.Module, directory: Path) -> None:
@@ -82,6 +90,7 @@ def load_weights(head: torch.nn.Module, directory: Path) -> None:
     state: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         state |= load_file(file)
+    state["fc.scale"] = torch.ones(state["fc.weight"].shape[1])
     head.load_state_dict({name: w.float() if w.is_floating_point() else w for name, w in state.items()})
 
 

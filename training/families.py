@@ -12,7 +12,7 @@ from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
 from training.export import export_dspark, export_eagle3, load_weights
 from training.layers import shape_of
-from training.losses import Terms
+from training.losses import DSPARK, Mixture, Terms
 from training.objectives import DSparkObjective, Eagle3Objective, Objective
 from training.target import Target
 
@@ -23,17 +23,23 @@ class Sizes:
 
     Attributes
     ----------
-    draft_layers, block_size, markov_rank, anchors
+    draft_layers, intermediate_size, block_size, markov_rank, anchors
         Of a DSpark head; anchors are those of one conversation in training.
+    soft, by_survival
+        Of a DSpark head's loss: the weight of the cross entropy of the target's distribution, in place of that of the
+        tokens where it is not 0; whether slots weigh what they bring.
     draft_vocab_size
         Of an EAGLE-3 head: the tokens that the target writes most often; None for all, by the target's own lm_head.
     steps
         Chained steps of EAGLE-3's training.
     """
 
-    draft_layers: int = 2
+    draft_layers: int = 5
+    intermediate_size: int = 640
     block_size: int = 7
-    markov_rank: int = 64
+    markov_rank: int = 32
+    soft: float = 0.0
+    by_survival: bool = False
     anchors: int = 128
     draft_vocab_size: int | None = None
     steps: int = 7
@@ -81,7 +87,8 @@ class Eagle3:
         self.head = Eagle3Head(shape, config.hidden_size, sizes.draft_vocab_size).to(target.device)
 
     def prepare(self, conversations: Conversations) -> None:
-        """Take the draft vocabulary, and its rows of the target's lm_head to begin with."""
+        """Take the scale of the target's states, the draft vocabulary and its rows of the target's lm_head."""
+        self.head.fc.measure(self.target.states(conversations[0][0], self.layers)[0][:, 1:])
         if self.head.lm_head is None:
             return
         written = conversations.tokens[conversations.own]
@@ -107,22 +114,35 @@ class Eagle3:
 class DSpark:
     """A DSpark head of layers like the target's."""
 
-    outer: tuple[str, ...] = ("markov_head", "confidence_head")
+    outer: tuple[str, ...] = ("markov_head.markov", "confidence_head")
 
     def __init__(self, target: Target, sizes: Sizes, end: int, mask_token: int) -> None:
         config = target.config
-        shape = shape_of(config, num_hidden_layers=sizes.draft_layers)
+        shape = shape_of(
+            config, num_hidden_layers=sizes.draft_layers, intermediate_size=sizes.intermediate_size
+        )
         self.target, self.sizes, self.end = target, sizes, end
         self.layers = dspark.target_layers(config.num_hidden_layers, 4)
         width = len(self.layers) * config.hidden_size
         self.head = DSparkHead(shape, width, sizes.block_size, sizes.markov_rank, mask_token).to(target.device)
 
     def prepare(self, conversations: Conversations) -> None:
-        """See `Family`."""
+        """Take the scale of the target's states."""
+        entered = [layer + 1 for layer in self.layers]
+        self.head.fc.measure(self.target.states(conversations[0][0], entered)[0][:, 1:])
 
     def objective(self, terms: Terms) -> Objective:
         """See `Family`."""
-        return DSparkObjective(self.target, self.head, self.layers, self.sizes.anchors, terms)
+        mixture = Mixture(token=0.0, soft=self.sizes.soft, distance=0.9) if self.sizes.soft else DSPARK
+        return DSparkObjective(
+            self.target,
+            self.head,
+            self.layers,
+            self.sizes.anchors,
+            terms,
+            mixture,
+            by_survival=self.sizes.by_survival,
+        )
 
     def export(self, directory: Path) -> None:
         """See `Family`."""

@@ -79,6 +79,32 @@ class RMSNorm(nn.Module):
         return (x.float() * scale).to(x.dtype) * self.weight.to(x.dtype)
 
 
+class Fusion(nn.Linear):
+    """A projection of the target's states, trained on states whose channels all have a root mean square of 1.
+
+    Channels and layers of a target differ by factors of a hundred, and a few large channels would take the whole
+    gradient. `export` folds the scale into the weight.
+    """
+
+    scale: Tensor  # [fused_width] float32
+
+    def __init__(self, fused_width: int, hidden_size: int) -> None:
+        super().__init__(fused_width, hidden_size, bias=False)
+        self.register_buffer("scale", torch.ones(fused_width))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.linear(states, self.folded())
+
+    def folded(self) -> Tensor:
+        """Return the weight for the target's states as they are, [hidden_size, fused_width]."""
+        return self.weight / self.scale
+
+    def measure(self, states: Tensor) -> None:
+        """Take the scale of states [..., fused_width]."""
+        squares = states.float().flatten(0, -2).square().mean(0)
+        self.scale.copy_(squares.sqrt().clamp_min(1e-6))
+
+
 class MLP(nn.Module):
     """Gated SiLU."""
 

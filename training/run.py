@@ -1,7 +1,8 @@
 """Trains a draft head for a target: `python -m training.run --target DIR --head eagle3|dspark --out DIR`.
 
-Three stages, each of which goes on where it was cut off: `data` lets the target write conversations, `train` trains the
-head on them, `evaluate` counts acceptance. Both heads share the data of one --work folder.
+Four stages, each of which goes on where it was cut off: `data` lets the target write conversations, `answers` the
+answers to held-out prompts, `train` trains the head, `evaluate` counts acceptance on the answers. Heads share the texts
+of one --work folder.
 """
 
 import argparse
@@ -15,14 +16,14 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from training.conversations import Conversations, write_conversations
-from training.evaluate import evaluate
+from training.evaluate import draw_answers, evaluate
 from training.families import DSpark, Eagle3, Family, Sizes
 from training.losses import Mixture, RowStatistics, Terms, row_terms
 from training.objectives import expected_length
 from training.schedule import Optimizers, TimedRun, learning_rate
 from training.target import Target
 
-STAGES = ("data", "train", "evaluate")
+STAGES = ("data", "answers", "train", "evaluate")
 
 
 def mask_token(tokenizer: Any) -> int:
@@ -98,6 +99,9 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--batch", type=int, default=32, help="conversations of a step")
     defaults = Sizes()
     training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark")
+    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark")
+    training.add_argument("--soft", type=float, default=defaults.soft, help="DSpark")
+    training.add_argument("--by-survival", action="store_true", help="DSpark")
     training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts of a block")
     training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark")
     training.add_argument("--anchors", type=int, default=defaults.anchors, help="DSpark: blocks of a conversation")
@@ -131,7 +135,10 @@ def main() -> None:
             most=arguments.files,
             seed=arguments.seed,
         )
-    names = ("draft_layers", "block_size", "markov_rank", "anchors", "draft_vocab_size", "steps")
+    if {"answers", "evaluate"} & set(arguments.stages):
+        answers = draw_answers(target, tokenizer, arguments.work, arguments.new_tokens, arguments.prompts)
+    names = ("draft_layers", "intermediate_size", "soft", "by_survival", "block_size", "markov_rank", "anchors")
+    names += ("draft_vocab_size", "steps")
     sizes = Sizes(**{name: getattr(arguments, name) for name in names})
     family = make_family(arguments.head, target, tokenizer, sizes)
     if "train" in arguments.stages:
@@ -139,7 +146,7 @@ def main() -> None:
         train(family, conversations, arguments, began + 60 * arguments.minutes)
     if "evaluate" in arguments.stages:
         family.load(arguments.out)
-        report = evaluate(target, tokenizer, family, arguments.new_tokens, arguments.prompts)
+        report = evaluate(target, family, answers, arguments.new_tokens)
         (arguments.json or arguments.out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report, indent=1), flush=True)
 
