@@ -5,8 +5,8 @@
         --verifier-device cuda:0 --drafter-device cuda:0 --concurrency 32 --rounds 2
 
 A target without a tokenizer gets one with pieces of JSON and random words, as many as the target has tokens. Random
-weights make drafts that violate most schemas at once; strings of the default schema are unbounded, so that drafts stay
-valid. The acceptance length of synthetic drafts is printed with the throughput.
+weights make drafts that violate most schemas at once. So the default schema is an array of strings, which drafts do not
+leave. The acceptance length of synthetic drafts is printed with the throughput.
 """
 
 from __future__ import annotations
@@ -35,16 +35,8 @@ from draftwire_bench.serve.workload import Level, Shape, random_prompts
 from draftwire_bench.services import running_pair
 from verifier_service.core.tokenizer import has_tokenizer
 
-SCHEMA = {
-    "type": "array",
-    "minItems": 100000,  # no output ends
-    "items": {
-        "type": "object",
-        "properties": {"id": {"type": "integer"}, "kind": {"enum": ["a", "b"]}, "text": {"type": "string"}},
-        "required": ["id", "kind", "text"],
-        "additionalProperties": False,
-    },
-}
+# The text after two tokens hardly ends: with random weights any other place of a document soon rejects drafts.
+SCHEMA = {"type": "array", "minItems": 100000, "items": {"type": "string"}}
 SYNTHETIC = '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
 JSON_PIECES = ['{"', '":', '",', '"}', '},', '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import queue
 import threading
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting_scene import CPU, answer_to
+from drafting_scene import CPU, answer_to, make_request
 from engine_scene import WAIT_S, K, Served, make_target
+from grammar_scene import END, matcher_of
 
 from draftwire.transport import TensorSender
 from draftwire.transport.host_segment import HostSegment
@@ -152,6 +154,30 @@ def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
     assert own.num_released > 0.8 * len(own.sizes) > 0
     assert max(map(sum, rows)) <= limit.most_drafts
     assert any(map(sum, rows)) == (limit.most_drafts > 0)
+
+
+def test_steps_of_structured_output_run_as_they_were_prelaunched(target):
+    """With all of their drafts, with those inside of the grammar, and with none."""
+    own = Noted(target)
+    drafts = itertools.cycle([[0, 1, 2], [0, 10, 2], [10, 0, 0]])
+    own.connect_late(lambda _: next(drafts))
+    prelaunched, ran = set(), []
+    own.on_stage(Stage.PRELAUNCHED, prelaunched.add)
+    own.on_stage(
+        Stage.SAMPLED, lambda step: ran.append((step in prelaunched, sum(row.num_drafts for row in step.rows)))
+    )
+    made = []
+    for one in REQUESTS:
+        request = make_request(one["prompt"], max_tokens=20, stop_token_ids=[END])
+        request.grammar = matcher_of({"regex": "[abc]{100}"})
+        made.append(own.submit_made(request))
+    own.engine.start()
+    for request in made:
+        own.tokens(request)
+    own.engine.stop()
+    drafted = [verified for is_prelaunched, verified in ran if is_prelaunched]
+    assert len(drafted) == len(own.sizes) >= len(ran) - 2
+    assert {0, 4, 12} <= set(drafted)
 
 
 def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
