@@ -17,14 +17,12 @@ from verifier_service.pacing import Message
 
 
 class AnswerIntake:
-    """Check the drafters' answers and hand their drafts to the requests. Used by the engine's thread alone.
+    """Checks the drafters' answers and hands their drafts to the requests. Used by the engine's thread alone.
 
     A drafter whose answer is wrong is expelled.
 
-    Attributes
-    ----------
-    audit
-        Draws drafts again, by the drafter's address: a new stream of a drafter forgets nothing.
+    Attributes:
+        audit: Draws drafts again, by the drafter's address: a new stream of a drafter forgets nothing.
     """
 
     def __init__(

@@ -43,21 +43,14 @@ def decode_answer(
 ) -> DecodedAnswer:
     """Return the decoded answers of an untrusted message.
 
-    Parameters
-    ----------
-    config
-        The verifier's settings, which say what logits an answer must have.
-    draft_token_ids
-        Target ids of the draft vocabulary on the target's device, for dense logits.
-    receiver
-        Takes the logits and their ids.
-    confidences
-        Whether each draft must have one.
+    Args:
+        config: The verifier's settings, which say what logits an answer must have.
+        draft_token_ids: Target ids of the draft vocabulary on the target's device, for dense logits.
+        receiver: Takes the logits and their ids.
+        confidences: Whether each draft must have one.
 
-    Raises
-    ------
-    InvalidArgumentError
-        When arrays disagree, or a tensor is wrong, such as a confidence out of [0, 1].
+    Raises:
+        InvalidArgumentError: When arrays disagree, or a tensor is wrong, such as a confidence out of [0, 1].
     """
     sequence_ids, num_drafts = answer.sequence_ids[:], answer.num_drafts[:]
     count, most = len(sequence_ids), config.num_speculative_tokens
@@ -117,12 +110,9 @@ def _check_range(low: int, high: int, name: str, vocab_size: int) -> None:
 def find_mismatched(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bool) -> list[ReadyDrafts]:
     """Return the drafts that differ from a draw of their logits under their request's proposal noise.
 
-    Parameters
-    ----------
-    answers
-        Requests and their drafts of one message, which has logits.
-    use_fp64
-        Whether the noise is float64.
+    Args:
+        answers: Requests and their drafts of one message, which has logits.
+        use_fp64: Whether the noise is float64.
     """
     if not answers:
         return []

@@ -29,12 +29,10 @@ TOO_MANY_MISMATCHES = 16
 
 
 class AuditRecord:
-    """Judge one drafter by the answers that were drawn again, over all of its streams.
+    """Judges one drafter by the answers that were drawn again, over all of its streams.
 
-    Attributes
-    ----------
-    count
-        Answers that were drawn again.
+    Attributes:
+        count: Answers that were drawn again.
     """
 
     def __init__(self) -> None:
@@ -61,7 +59,7 @@ class AuditRecord:
 
 
 class Audit:
-    """Draw drafts of all drafters again."""
+    """Draws a share of all drafts again, and finds drafters whose drafts do not follow their logits."""
 
     def __init__(self, *, use_fp64: bool) -> None:
         self._use_fp64 = use_fp64
@@ -79,10 +77,8 @@ class Audit:
         A share of the answers is drawn again. All answers are, if a mismatch was found recently or the drafter
         `is_on_trial`.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When there were too many mismatches.
+        Raises:
+            InvalidArgumentError: When there were too many mismatches.
         """
         record = self._records[address]
         is_suspect = is_on_trial or record.is_suspect

@@ -1,4 +1,4 @@
-"""Which of the drafts that came are verified, and what becomes of them."""
+"""Chooses which of the drafts that came are verified, and learns from what becomes of them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,13 @@ class _Result(NamedTuple):
 
 
 class DraftBudget:
-    """Apply the verifier's budget to requests. Used by the engine's thread alone, but for the counters.
+    """Applies the verifier's budget to requests. Used by the engine's thread alone, but for the counters.
 
-    Attributes
-    ----------
-    budget
-        Chooses the limit of a step.
-    offered, verified, accepted
-        Drafts by the address of their drafter: those that came, were verified, were accepted.
-    expected
-        Accepted drafts that the calibrated confidences of the verified ones foretell, by address.
+    Attributes:
+        budget: Chooses the limit of a step.
+        offered, verified, accepted: Drafts by the address of their drafter: those that came, were verified, were
+            accepted.
+        expected: Accepted drafts that the calibrated confidences of the verified ones foretell, by address.
     """
 
     def __init__(self, bindings: Mapping[Request, Binding], budget: VerificationBudget) -> None:

@@ -18,12 +18,12 @@ SMOOTH = 1 / 16
 
 
 class DraftWaitPolicy:
-    """Used by the engine's thread alone. It reads the sessions and bindings that `Drafting` keeps.
+    """Decides which requests wait for drafts, and for how long. It reads the sessions and bindings of `Drafting`.
 
-    Attributes
-    ----------
-    step_s
-        Smoothed seconds of a step without prompts, waits left out; NaN before the first.
+    Used by the engine's thread alone.
+
+    Attributes:
+        step_s: Smoothed seconds of a step without prompts, waits left out; NaN before the first.
     """
 
     def __init__(self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding]) -> None:

@@ -31,24 +31,18 @@ MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 
 
 class Drafting:
-    """Feed the drafters' heads and collect drafts. Used by the engine's thread alone.
+    """Sends features to the drafters and collects drafts. Used by the engine's thread alone.
 
     No request waits past the deadline. A drafter that misses the deadline is late until it has answered every message,
     and no request waits for a late drafter. Where drafts lower the throughput, a drafter is sent nothing; see
     `pacing.policy`.
 
-    Attributes
-    ----------
-    placement
-        Which request drafts at which drafter.
-    wait_policy
-        Which requests wait for their drafts, and how long.
-    answers
-        Checks the drafters' answers.
-    budget
-        Which of the drafts that came are verified.
-    is_adaptive
-        Whether fewer drafts than configured are asked for, and verified, where that is faster.
+    Attributes:
+        placement: Which request drafts at which drafter.
+        wait_policy: Which requests wait for their drafts, and how long.
+        answers: Checks the drafters' answers.
+        budget: Which of the drafts that came are verified.
+        is_adaptive: Whether fewer drafts than configured are asked for, and verified, where that is faster.
     """
 
     def __init__(
@@ -63,15 +57,12 @@ class Drafting:
         profile: Profile | None = None,
     ) -> None:
         """
-        Parameters
-        ----------
-        deadline_s
-            Longest wait for drafts in seconds. None waits until an answer comes or the drafter is lost.
-        adaptive_k
-            Whether fewer drafts than configured, or none, are asked for where that is faster. None means yes if there
-            is a deadline and acceptance is not synthetic: measurements need the configured number of drafts.
-        profile
-            Of the target's forward pass, if it was measured.
+        Args:
+            deadline_s: Longest wait for drafts in seconds. None waits until an answer comes or the drafter is lost.
+            adaptive_k: Whether fewer drafts than configured, or none, are asked for where that is faster. None means
+                yes if there is a deadline and acceptance is not synthetic: measurements need the configured number of
+                drafts.
+            profile: Of the target's forward pass, if it was measured.
         """
         self._config = config
         self._deadline_s = deadline_s
@@ -242,21 +233,16 @@ class Drafting:
     ) -> None:
         """Learn from a step what drafts cost.
 
-        Parameters
-        ----------
-        has_prompts
-            Whether the step had rows of prompts, or the host launched a step with such rows before it took this step's
-            tokens. Such a step and the step after it are not counted: their time says nothing about drafts.
-        step_s, host_s
-            Seconds of the step itself and of the host before it, waits left out; see `StepTimes`.
-        verified
-            Number of decoding requests in the step, by (address of the drafter or "", drafts that came).
-        num_rows
-            Rows of the step.
-        landed
-            Monotonic time at which the host had the step's tokens.
-        is_beside
-            Whether the step was launched while another step ran. None if no step ever is; then the host's time counts.
+        Args:
+            has_prompts: Whether the step had rows of prompts, or the host launched a step with such rows before it took
+                this step's tokens. Such a step and the step after it are not counted: their time says nothing about
+                drafts.
+            step_s, host_s: Seconds of the step itself and of the host before it, waits left out; see `StepTimes`.
+            verified: Number of decoding requests in the step, by (address of the drafter or "", drafts that came).
+            num_rows: Rows of the step.
+            landed: Monotonic time at which the host had the step's tokens.
+            is_beside: Whether the step was launched while another step ran. None if no step ever is; then the host's
+                time counts.
         """
         self.budget.learn()
         seconds, self._landed = landed - self._landed, landed

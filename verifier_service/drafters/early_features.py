@@ -30,17 +30,13 @@ def begin_early(
 ) -> EarlyFeatures | None:
     """Let the device write the features of a session's accepted rows, and announce the step if possible.
 
-    Parameters
-    ----------
-    verified
-        The verified requests of a launched step, with their places in its draw.
-    drawn
-        [B, columns] int64, the step's draw: the number of tokens of each request, equal to its accepted rows, then the
-        tokens.
+    Args:
+        verified: The verified requests of a launched step, with their places in its draw.
+        drawn: [B, columns] int64, the step's draw: the number of tokens of each request, equal to its accepted rows,
+            then the tokens.
 
-    Returns
-    -------
-    None if the session has no rows in the step.
+    Returns:
+        None if the session has no rows in the step.
     """
     pieces = [
         (binding, *verified[binding.request])

@@ -30,10 +30,8 @@ class FeatureStore:
     Rows computed before the store was created, or in steps of requests without drafts, have no features. With a fusion
     the rows are fused, in its dtype and width; otherwise they are the target's.
 
-    Attributes
-    ----------
-    rows
-        The features by slot of the cache, [num_blocks * BLOCK_SIZE, width], on the target's device.
+    Attributes:
+        rows: The features by slot of the cache, [num_blocks * BLOCK_SIZE, width], on the target's device.
     """
 
     def __init__(
@@ -81,11 +79,9 @@ class FeatureStore:
         On a GPU's default stream, that of the steps, one kernel gathers the rows. Another stream copies contiguous runs
         of rows: kernels on a second stream would slow down all passes (docs/decisions/007-second-stream.md).
 
-        Parameters
-        ----------
-        out
-            [rows, width] of any dtype, on the store's device, another GPU or in host memory. On a GPU the current
-            stream writes it, and the host does not wait.
+        Args:
+            out: [rows, width] of any dtype, on the store's device, another GPU or in host memory. On a GPU the current
+                stream writes it, and the host does not wait.
         """
         slots = slots_of(spans)
         device = self.rows.device
@@ -117,10 +113,8 @@ class FeatureStore:
 class FeatureStores:
     """Stores of features, one for each kind that drafters need.
 
-    Attributes
-    ----------
-    by_kind
-        The stores, [kind].
+    Attributes:
+        by_kind: The stores, [kind].
     """
 
     def __init__(self, target: Target, num_blocks: int) -> None:
@@ -131,10 +125,8 @@ class FeatureStores:
     def need(self, kind: FeatureKind, fusion: FeatureFusion | None) -> None:
         """Create the store of a kind, unless there is one.
 
-        Raises
-        ------
-        RuntimeError, MemoryError
-            When there is no memory, as torch raises it.
+        Raises:
+            RuntimeError, MemoryError: When there is no memory, as torch raises it.
         """
         if kind not in self.by_kind:
             self.by_kind[kind] = FeatureStore(self._target, kind.layers, self._num_blocks, fusion)

@@ -24,7 +24,7 @@ FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Handshake:
-    """The verifier's side. A drafter that does not match raises MismatchError, with both values."""
+    """The verifier's side of the handshake. A drafter that does not match raises MismatchError with both values."""
 
     def __init__(
         self,

@@ -27,16 +27,13 @@ _STATES = {
 
 
 class Placement:
-    """Give requests their places at drafters. Used by the engine's thread alone.
+    """Gives requests their places at drafters. Used by the engine's thread alone.
 
     A request stays at its drafter. A new request goes to the drafter with the lowest share of places taken.
 
-    Attributes
-    ----------
-    sessions
-        The connected drafters, by stream.
-    bindings
-        The places of the requests that have one.
+    Attributes:
+        sessions: The connected drafters, by stream.
+        bindings: The places of the requests that have one.
     """
 
     def __init__(self) -> None:

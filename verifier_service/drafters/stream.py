@@ -112,14 +112,10 @@ class Stream:
 
     Messages that fit go through the channel, if there is one, without another thread; see `Rendezvous` in draft.proto.
 
-    Attributes
-    ----------
-    sender
-        Gives room for the features of a step.
-    receiver
-        Takes the draft logits of an answer.
-    on_trial
-        Whether the drafter was expelled on its previous stream.
+    Attributes:
+        sender: Gives room for the features of a step.
+        receiver: Takes the draft logits of an answer.
+        on_trial: Whether the drafter was expelled on its previous stream.
     """
 
     def __init__(
@@ -202,9 +198,8 @@ class Stream:
     ) -> AnnouncedStep | None:
         """Announce a step, and let the current stream write its `numbers` for the drafter.
 
-        Returns
-        -------
-        None if the step was not announced; the caller keeps the features.
+        Returns:
+            None if the step was not announced; the caller keeps the features.
         """
         features.announce(message.features)
         request = draft_pb2.DraftRequest(announce=message)
@@ -284,10 +279,8 @@ class Stream:
     def record_answer(self, drafts: draft_pb2.Drafts) -> None:
         """Record an answer.
 
-        Raises
-        ------
-        InvalidArgumentError
-            When the answer claims to have read features that were not sent.
+        Raises:
+            InvalidArgumentError: When the answer claims to have read features that were not sent.
         """
         self._last_answered = drafts.step_id
         step_id, announced_id = self._resolved

@@ -46,7 +46,7 @@ BETTER_BY = 1.01
 
 
 class Limit(NamedTuple):
-    """Which drafts of a step are verified; made before the step's drafts exist."""
+    """Bounds on the drafts that a step verifies, set before the drafts exist."""
 
     least_survival: float
     most_drafts: int  # of all sequences together
@@ -55,12 +55,9 @@ class Limit(NamedTuple):
 def chosen(survival: np.ndarray, limit: Limit) -> np.ndarray:
     """Return how many drafts of each sequence are verified, int64 [S].
 
-    Parameters
-    ----------
-    survival
-        [S, k] of each draft; 0 where a sequence has none.
-    limit
-        Where there is no room for all drafts of a position, those with the highest survival are verified.
+    Args:
+        survival: [S, k] of each draft; 0 where a sequence has none.
+        limit: Where there is no room for all drafts of a position, those with the highest survival are verified.
     """
     count = np.zeros(len(survival), np.int64)
     going = np.arange(len(survival))  # sequences all of whose drafts so far are verified
@@ -77,16 +74,12 @@ def chosen(survival: np.ndarray, limit: Limit) -> np.ndarray:
 
 
 class VerificationBudget:
-    """One for a verifier. Used by the engine's thread alone, but for what metrics read.
+    """Chooses the limit of each step of a verifier. Used by the engine's thread alone, but for what metrics read.
 
-    Attributes
-    ----------
-    costs
-        Seconds of passes.
-    offered, verified
-        Drafts that came, and those that were verified.
-    last_limit
-        Draft rows that the last step with a limit had room for; -1 for a step without.
+    Attributes:
+        costs: Seconds of passes.
+        offered, verified: Drafts that came, and those that were verified.
+        last_limit: Draft rows that the last step with a limit had room for; -1 for a step without.
     """
 
     def __init__(self, profile: Profile, *, is_adaptive: bool) -> None:
@@ -131,12 +124,9 @@ class VerificationBudget:
     def limit(self, sequences: int, drafting: int, num_drafts: int) -> Limit | None:
         """Return the limit of a step; None where all drafts are to be verified.
 
-        Parameters
-        ----------
-        sequences, drafting
-            Sequences of the step, and those of them that have drafts.
-        num_drafts
-            Drafts of all of them together.
+        Args:
+            sequences, drafting: Sequences of the step, and those of them that have drafts.
+            num_drafts: Drafts of all of them together.
         """
         limit = self._pinned
         if limit is None and num_drafts > 0:

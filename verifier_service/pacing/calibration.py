@@ -54,12 +54,10 @@ class Calibration:
     def count(self, confidences: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
         """Learn from verify steps.
 
-        Parameters
-        ----------
-        confidences
-            [S, n] of the drafts, NaN for none.
-        num_drafts, num_accepted
-            [S] drafts that were verified of each sequence, and how many of them were accepted.
+        Args:
+            confidences: [S, n] of the drafts, NaN for none.
+            num_drafts, num_accepted: [S] drafts that were verified of each sequence, and how many of them were
+                accepted.
         """
         if self._rates is not None or len(confidences) == 0:
             return

@@ -31,7 +31,10 @@ class Message:
 
 
 class Pace:
-    """Used by the engine's thread alone, but for `describe`."""
+    """How many drafts one drafter is asked for, and how long requests wait for them.
+
+    Used by the engine's thread alone, but for `describe`.
+    """
 
     def __init__(
         self,
@@ -44,18 +47,12 @@ class Pace:
         rates: Sequence[float] | None = None,
     ) -> None:
         """
-        Parameters
-        ----------
-        max_drafts
-            Most drafts of a sequence, by the operator's settings and the head's.
-        deadline_s
-            Longest wait for drafts in seconds; None for no limit.
-        is_adaptive
-            Whether fewer drafts, or none, are asked for if that is faster.
-        is_local
-            Whether features travel through shared memory.
-        rates
-            Conditional acceptance rates of the positions, where acceptance is synthetic.
+        Args:
+            max_drafts: Most drafts of a sequence, by the operator's settings and the head's.
+            deadline_s: Longest wait for drafts in seconds; None for no limit.
+            is_adaptive: Whether fewer drafts, or none, are asked for if that is faster.
+            is_local: Whether features travel through shared memory.
+            rates: Conditional acceptance rates of the positions, where acceptance is synthetic.
         """
         self.calibration = Calibration(max_drafts, rates)
         self.policy = DraftCountPolicy(max_drafts, self.calibration, profile or Profile(), is_adaptive=is_adaptive)
