@@ -11,6 +11,7 @@ import shutil
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,9 @@ from training.generate import write
 from training.schedule import Optimizers, TimedRun, learning_rate
 from training.target import Target
 
-SIZES = {
-    "vocab_size": 2048,
+VOCAB_SIZE = 2048
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
     "intermediate_size": 320,
     "num_hidden_layers": 4,
@@ -115,7 +117,7 @@ def write_texts(target: Target, tokens: Tensor, arguments: argparse.Namespace) -
         prompts = [tokens[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
         warmth = [TEMPERATURES[row % len(TEMPERATURES)] for row in range(arguments.rows)]
         texts = write(target, prompts, warmth, arguments.length, arguments.seed + number, end=END)
-        save_texts(texts, folder / f"conversations-{arguments.seed:03d}-{number:03d}.npz", SIZES["vocab_size"])
+        save_texts(texts, folder / f"conversations-{arguments.seed:03d}-{number:03d}.npz", VOCAB_SIZE)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -8,6 +8,7 @@ of one --work folder.
 import argparse
 import json
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,12 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--train-minutes", type=float, default=4, help="length of the whole run")
     training.add_argument("--batch", type=int, default=32, help="conversations of a step")
     defaults = Sizes()
-    training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark")
-    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark")
-    training.add_argument("--soft", type=float, default=defaults.soft, help="DSpark")
-    training.add_argument("--by-survival", action="store_true", help="DSpark")
+    training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark: layers")
+    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: of its MLPs")
+    training.add_argument("--soft", type=float, default=defaults.soft, help="DSpark: see training/README.md")
+    training.add_argument("--by-survival", action="store_true", help="DSpark: see training/README.md")
     training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts of a block")
-    training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark")
+    training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark: of its Markov head")
     training.add_argument("--anchors", type=int, default=defaults.anchors, help="DSpark: blocks of a conversation")
     training.add_argument("--draft-vocab-size", type=int, help="EAGLE-3; default: the target's, with its lm_head")
     training.add_argument("--steps", type=int, default=defaults.steps, help="EAGLE-3: chained steps")
@@ -137,9 +138,7 @@ def main() -> None:
         )
     if {"answers", "evaluate"} & set(arguments.stages):
         answers = draw_answers(target, tokenizer, arguments.work, arguments.new_tokens, arguments.prompts)
-    names = ("draft_layers", "intermediate_size", "soft", "by_survival", "block_size", "markov_rank", "anchors")
-    names += ("draft_vocab_size", "steps")
-    sizes = Sizes(**{name: getattr(arguments, name) for name in names})
+    sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
     family = make_family(arguments.head, target, tokenizer, sizes)
     if "train" in arguments.stages:
         conversations = Conversations(folder, arguments.batch, target.device)

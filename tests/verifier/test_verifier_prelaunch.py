@@ -158,7 +158,7 @@ def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
 
 def test_steps_of_structured_output_run_as_they_were_prelaunched(target):
     """With all of their drafts, with those inside of the grammar, and with none."""
-    own = Noted(target)
+    own = CountingEngine(target)
     drafts = itertools.cycle([[0, 1, 2], [0, 10, 2], [10, 0, 0]])
     own.connect_late(lambda _: next(drafts))
     prelaunched, ran = set(), []
