@@ -78,7 +78,7 @@ def test_blocks_do_not_see_each_other_nor_what_follows() -> None:
     torch.testing.assert_close(beside.hidden[:, 1], alone.hidden[:, 0])
 
 
-def test_a_channel_s_scale_leaves_the_exported_weight_of_the_same_function() -> None:
+def test_the_exported_head_has_the_scale_of_the_channels() -> None:
     fusion, states = Fusion(6, 3), torch.randn(50, 6) * torch.tensor([1.0, 300.0, 0.1, 2.0, 5.0, 40.0])
     fusion.measure(states)
     assert torch.allclose((states / fusion.scale).square().mean(0), torch.ones(6))

@@ -100,7 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--batch", type=int, default=32, help="conversations of a step")
     defaults = Sizes()
     training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark: layers")
-    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: of its MLPs")
+    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: MLPs")
     training.add_argument("--soft", type=float, default=defaults.soft, help="DSpark: see training/README.md")
     training.add_argument("--by-survival", action="store_true", help="DSpark: see training/README.md")
     training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts of a block")

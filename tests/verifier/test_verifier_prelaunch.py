@@ -156,7 +156,7 @@ def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
     assert any(map(sum, rows)) == (limit.most_drafts > 0)
 
 
-def test_steps_of_structured_output_run_as_they_were_prelaunched(target):
+def test_steps_of_structured_output_run_as_prelaunched(target):
     """With all of their drafts, with those inside of the grammar, and with none."""
     own = CountingEngine(target)
     drafts = itertools.cycle([[0, 1, 2], [0, 10, 2], [10, 0, 0]])
