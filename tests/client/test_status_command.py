@@ -93,7 +93,7 @@ def test_one_look_shows_the_verifier_and_its_drafters(address):
 
 def test_one_look_shows_what_drafters_are_asked_for_and_why(address):
     result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
-    shown = result.output.partition("drafts: asked for")[2].partition("tokens without drafts")[0].splitlines()
+    shown = result.output.partition("drafts requested")[2].partition("tokens without drafts")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown if line.startswith("│")]
     assert rows == [["10.0.0.1:50052", "0", "3", "0.75", "1.50", "5.00", "200", "-", "140", "150"]]
 
