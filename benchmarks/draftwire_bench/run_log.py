@@ -83,6 +83,8 @@ def headline(result: Mapping[str, Any]) -> str:
         return f"{result['identical']} of {result['requests']} outputs identical ({result['dtype']})"
     if "gateway_share" in result:
         return f"through the gateway: {result['gateway_share']:.3f} of the direct throughput"
+    if "modes" in result:
+        return _draft_times(result["modes"])
     if "findings" in result:
         outcomes = Counter(finding["outcome"] for finding in result["findings"])
         return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
@@ -122,6 +124,12 @@ def _load(level: Mapping[str, Any]) -> str:
 
 def _pass_time(batch: Mapping[str, Any]) -> str:
     return f"{batch['forward_ms']:.2f} for {batch['sequences']} x {batch['rows'] // batch['sequences']}"
+
+
+def _draft_times(modes: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    mode = "gumbel, dense" if "gumbel, dense" in modes else next(iter(modes))
+    times = (f"{row['replay_ms']:.2f} for {row['batch']}" for row in modes[mode])
+    return f"draft step ({mode}), ms: {', '.join(times)}"
 
 
 def render(directory: Path) -> str:
