@@ -24,7 +24,12 @@ NAME = "draftwire_paged"
 
 # Arguments of models that have no effect here.
 _IGNORED = {
-    *("dropout", "position_ids", "use_cache", "output_attentions", "is_causal", "cache_position"),
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "is_causal",
+    "cache_position",
     "output_router_logits",
 }
 

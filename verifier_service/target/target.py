@@ -356,6 +356,8 @@ def _eos_token_ids(directory: Path, config: Any, generation: dict[str, Any] | No
     if len(served) < len(set(ids)):
         logger.warning(
             "%s: eos_token_id = %s: ids outside of the target's vocabulary of %d tokens have no effect",
-            *(directory / name, given, vocab_size),
+            directory / name,
+            given,
+            vocab_size,
         )
     return served
