@@ -37,15 +37,12 @@ class GatewayProcess:
         metrics_url: URL of the Prometheus metrics.
     """
 
-    def __init__(
-        self, verifiers: Sequence[str], *extra: str, api_key: str = "", timeout_s: float = START_TIMEOUT_S
-    ) -> None:
+    def __init__(self, verifiers: Sequence[str], *extra: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Start smg in front of verifiers and wait until it may route to all of them.
 
         Args:
             verifiers: HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT of each.
             extra: Further arguments of smg, which override the others.
-            api_key: The key that smg sends to verifiers and requires of clients; empty for none.
             timeout_s: Seconds until smg must be ready.
 
         Raises:
@@ -59,11 +56,9 @@ class GatewayProcess:
         descriptor, name = tempfile.mkstemp(prefix="draftwire-gateway-", suffix=".log")
         self._log_path = Path(name)
         urls = [address if "://" in address else f"grpc://{address}" for address in verifiers]
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        key = ["--api-key", api_key] if api_key else []
         listen = ["--host", "127.0.0.1", "--port", str(port)]
         metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-        arguments = ["--worker-urls", *urls, *listen, *metrics, *key, *ARGUMENTS, *extra]
+        arguments = ["--worker-urls", *urls, *listen, *metrics, *ARGUMENTS, *extra]
         with os.fdopen(descriptor, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "smg", "launch", *arguments],
@@ -87,21 +82,16 @@ class GatewayProcess:
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the verifiers as smg describes them."""
-        workers: list[dict[str, Any]] = json.loads(self._get(f"{self.url}/workers"))["workers"]
+        workers: list[dict[str, Any]] = json.loads(_get(f"{self.url}/workers"))["workers"]
         return workers
 
     def model(self) -> str:
         """Return the served name of the verifiers' target."""
-        return str(json.loads(self._get(f"{self.api_url}/models"))["data"][0]["id"])
+        return str(json.loads(_get(f"{self.api_url}/models"))["data"][0]["id"])
 
     def metrics(self) -> str:
         """Return the metrics in Prometheus' text format."""
-        return self._get(self.metrics_url)
-
-    def _get(self, url: str) -> str:
-        request = urllib.request.Request(url, headers=self._headers)
-        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:
-            return str(answer.read().decode())
+        return _get(self.metrics_url)
 
     def log_text(self) -> str:
         """Return what smg has printed so far."""
@@ -138,6 +128,11 @@ class GatewayProcess:
                 what = f"ended with status {self._process.returncode}" if ended else "was not ready in time"
                 raise ServerError(f"the gateway {what}; its log:\n{both_ends(self.log_text().strip())}")
             time.sleep(POLL_S)
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as answer:
+        return str(answer.read().decode())
 
 
 def _free_ports(count: int) -> list[int]:
