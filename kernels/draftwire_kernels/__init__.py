@@ -1,7 +1,6 @@
-"""Kernels of speculative decoding: Gumbel-max sampling, rejection sampling, logit processing, paged attention, and the
-gathering of verified rows.
+"""Kernels of speculative decoding: sampling, verification, logit processing, paged attention and gathering of rows.
 
-Every function takes and returns tensors, on the CPU or CUDA; torch and numpy are the only dependencies.
+All functions take and return tensors on the CPU or on CUDA; torch and numpy are the only dependencies.
 """
 
 from draftwire_kernels.accepted_rows import gather_accepted_rows

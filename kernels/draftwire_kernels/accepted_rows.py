@@ -19,27 +19,26 @@ def gather_accepted_rows(
     *,
     backend: str = "auto",
 ) -> None:
-    """Copy the accepted rows of all sequences to `out`, sequence after sequence, and then the other rows in their
-    order.
+    """Copy the accepted rows of all sequences to `out`, in the order of sequences, followed by the other rows in order.
 
-    A sequence's accepted rows are its first ones, as many as tokens were drawn for it: those of its last token and of
-    the drafts that were accepted. How many there are is read on the device, and nothing waits for it.
+    The accepted rows of a sequence are its first ones, one per sampled token: the rows of its last token and of the
+    accepted drafts. Their number is read on the device, without synchronisation.
 
     Parameters
     ----------
     rows : Tensor
-        [S, W] float32, bfloat16 or float16, what is gathered from.
+        [S, W] float32, bfloat16 or float16, the source.
     slots : Tensor
-        [T] int64 in 0 .. S - 1, where each verified row is in `rows`, sequence after sequence.
+        [T] int64 in 0 .. S - 1, index in `rows` of each verified row, in the order of sequences.
     cu_rows : Tensor
         [n + 1] int32, first row of each of the n sequences, and T; increasing, n at least 1.
     places : Tensor
-        [n] int64 in 0 .. B - 1, the sequences' places in `drawn`.
+        [n] int64 in 0 .. B - 1, the sequences' rows of `drawn`.
     drawn : Tensor
-        [B, columns] int64, in column 0 the number of tokens that were drawn; more than a sequence has rows count as
-        that, less than 0 as 0. Other columns are not read.
+        [B, columns] int64, with the number of sampled tokens in column 0, clamped to 0 .. the sequence's rows. Other
+        columns are not read.
     out : Tensor
-        [T, W] of `rows`' dtype, written; shares no memory with `rows`.
+        [T, W] of `rows`' dtype, the result; shares no memory with `rows`.
     backend : {"auto", "reference", "triton"}
         As in `gumbel_sample`.
 
@@ -50,7 +49,7 @@ def gather_accepted_rows(
 
     Notes
     -----
-    All tensors are on one device. On a GPU it is one launch, which reads and writes each row once.
+    All tensors are on one device. On a GPU, one launch reads and writes each row once.
 
     Examples
     --------

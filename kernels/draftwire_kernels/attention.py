@@ -10,7 +10,7 @@ from draftwire_kernels.reference import attention as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK_ROWS = 32
-"""Most rows of a sequence in a batch whose rows see each other in both directions, or whose windows are anchored."""
+"""Most rows of a sequence in a batch with bidirectional attention or anchored windows."""
 
 
 @torch.no_grad()
@@ -29,11 +29,11 @@ def paged_attention(
     anchored: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Write the rows' keys and values into the cache and attend over each row's own sequence.
+    """Write the rows' keys and values into the cache and attend over each row's sequence.
 
-    A row that this call writes is seen by its own sequence alone: sequences may share blocks once an earlier call has
-    filled them. Nothing is read from the device; a CUDA graph may capture the call and replay it with other values in
-    the batch's tensors, within its bounds. The result of a sequence depends on those bounds, but not on the other
+    Rows written by this call are attended to only by their own sequence; sequences may share blocks that an earlier
+    call has filled. The call reads nothing from the device: a CUDA graph may capture it, and replay it with other
+    values in the batch's tensors within its bounds. The result of a sequence depends on these bounds, and not on other
     sequences.
 
     Parameters
@@ -48,18 +48,18 @@ def paged_attention(
     scale
         Factor of the scores, usually D ** -0.5.
     window
-        Size of a sliding window in positions, the row's own included; None for full attention.
+        Size of a sliding window in positions, including the row's own; None for full attention.
     softcap
-        Scores become softcap * tanh(score / softcap); None for none.
+        Scores become softcap * tanh(score / softcap); None for no soft-cap.
     causal
-        Whether a row sees the rows before it and itself; False: all rows of its sequence, those of this batch that come
-        after it too, of which there may be at most `MAX_BLOCK_ROWS` in a sequence.
+        Whether a row attends to itself and earlier rows; otherwise to all rows of its sequence, with at most
+        `MAX_BLOCK_ROWS` rows per sequence in this batch.
     anchored
-        Whether the window of every row is that of its sequence's first row in this batch. So the rows of a block of
-        drafts see the same context.
+        Whether all rows have the window of their sequence's first row in this batch, so that the rows of a block of
+        drafts attend to the same context.
     backend
-        "triton" needs CUDA tensors, or Triton's interpreter; "reference" is torch; "auto" takes Triton on CUDA where it
-        is installed, torch elsewhere.
+        "triton" needs CUDA tensors or Triton's interpreter; "reference" is torch; "auto" is Triton for CUDA tensors if
+        installed, else torch.
 
     Returns
     -------
@@ -69,14 +69,14 @@ def paged_attention(
     Raises
     ------
     ValueError
-        When an argument has the wrong shape, dtype, device or range. The Triton kernels take heads of up to 256
-        elements, and up to 128 query heads for a key-value head.
+        If an argument has the wrong shape, dtype, device or range. The Triton kernels support heads of up to 256
+        elements, and up to 128 query heads per key-value head.
 
     Notes
     -----
-    On CUDA a decoding step reads each row of the context once, 2 * KV * D elements. torch's own attention over a paged
-    cache (`torch.nn.attention.varlen`, from 2.12) is not used: FlashAttention 2 wants blocks of 256 rows, and no head
-    has a soft-cap.
+    On CUDA a decoding step reads each row of the context once, 2 * KV * D elements. torch's attention over a paged
+    cache (`torch.nn.attention.varlen`, since 2.12) is not used, because FlashAttention 2 requires blocks of 256 rows
+    and there is no soft-cap.
     """
     _check(query, key, value, keys, values, batch)
     if window is not None and window < 1:

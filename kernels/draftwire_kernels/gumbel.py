@@ -18,38 +18,38 @@ def gumbel_sample(
     use_fp64: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Draw a token from softmax(logits / temperature) in each row: argmax(logits / temperature + Gumbel noise).
+    """Sample a token from softmax(logits / temperature) in each row: argmax(logits / temperature + Gumbel noise).
 
-    The noise is a function of (key, position, draft_offset, target token id) alone (`draftwire_kernels.noise`), so a
-    row's token does not depend on the other rows.
+    The noise is a function of (key, position, draft_offset, target token id), see `draftwire_kernels.noise`, so a row's
+    token does not depend on other rows.
 
     Parameters
     ----------
     logits : Tensor
-        [N, V] float32, bfloat16 or float16, not scaled by the temperature; -inf removes a token. +inf counts as the
-        largest finite value: an infinite logit wins, several share the mass.
+        [N, V] float32, bfloat16 or float16, not scaled by the temperature; -inf excludes a token. +inf is treated as
+        the largest finite value: an infinite logit wins, several share the mass.
     temperature : Tensor
-        [N] float32; 0 takes the largest logit, the lowest column on ties.
+        [N] float32; 0 selects the largest logit, the lowest column on ties.
     key : Tensor
         [N] int64, one stream's keys of `StreamKeys`.
     position : Tensor
-        [N] int64, absolute position in the sequence of the token being drawn.
+        [N] int64, absolute position of the sampled token in the sequence.
     draft_offset : int or Tensor
-        Place within the verify step, one int or [N] int32, part of the noise key. Drafts use their offset 0 .. k - 1;
-        everything drawn with a RESAMPLE key, the drafts of the method "coupled" included, uses 0.
+        Offset within the verify step, one int or [N] int32, part of the noise key. Drafts use their offset 0 .. k - 1;
+        tokens sampled with a RESAMPLE key, including the drafts of the method "coupled", use 0.
     token_ids : Tensor, optional
         [V] int64, target ids of the columns of a reduced vocabulary; by default the column indices.
     use_fp64 : bool
-        Draw and compare in float64.
+        Sample and compare in float64.
     backend : {"auto", "reference", "triton"}
-        "auto" takes "triton" for CUDA tensors where Triton is installed and the torch reference otherwise; "triton"
-        needs CUDA tensors, or Triton's interpreter.
+        "auto" is "triton" for CUDA tensors if Triton is installed, else the torch reference; "triton" needs CUDA
+        tensors or Triton's interpreter.
 
     Returns
     -------
     Tensor
-        [N] int64 column indices; -1 for a row without a distribution (one with NaN, or -inf throughout). As a draft,
-        -1 is an id that `rejection_sample` never accepts.
+        [N] int64 column indices; -1 for a row without a distribution (with NaN, or only -inf). `rejection_sample` never
+        accepts a draft of -1.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Stream keys: from a request's seed to the keys of its three noise streams."""
+"""Derives the keys of a request's three noise streams from its seed."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -13,9 +13,8 @@ _STREAMS = StreamKeys._fields
 def derive_stream_keys(seeds: Sequence[int]) -> StreamKeys:
     """Derive the stream keys of requests from their seeds, on the host, once per request.
 
-    Each key is eight bytes of BLAKE2b over the seed, personalised with the stream's name: whoever holds one key learns
-    neither the seed nor the other keys. That holds for seeds drawn from 64 random bits; a seed that can be guessed
-    can be found by trying.
+    Each key is eight bytes of BLAKE2b over the seed, personalised with the stream's name. A key reveals neither the
+    seed nor the other keys if the seed has 64 random bits; a seed that can be guessed can be found by trial.
 
     Parameters
     ----------

@@ -11,22 +11,22 @@ from draftwire_kernels.reference.layout import Layout
 
 @torch.no_grad()
 def process_logits(logits: Tensor, sampling: LogitsSampling, *, backend: str = "auto") -> Tensor:
-    """Turn the target's logits into those of the distribution that is sampled; filtered tokens are -inf.
+    """Return the logits of the distribution to sample from; filtered tokens are -inf.
 
-    In this order: allowed tokens and forbidden sequences, bias, suppression, penalties, min-p, top-k, top-p, each on
-    what the one before it left.
+    Applies in this order, each to the previous result: allowed tokens and forbidden sequences, bias, suppression,
+    penalties, min-p, top-k, top-p.
 
-    - Masks set tokens to -inf: those that are not allowed, and those that would complete a forbidden sequence. Output
-      includes the row's draft prefix.
+    - Masks set tokens to -inf that are not allowed, or that would complete a forbidden sequence. The output includes
+      the row's draft prefix.
     - Repetition divides a positive logit and multiplies any other, once, for tokens of prompt or output; frequency
-      subtracts per occurrence in the output, presence once if there is one. Output includes the row's draft prefix.
+      subtracts per occurrence in the output, presence once if there is one. The output includes the row's draft prefix.
     - min-p keeps tokens whose probability is at least min_p times the largest.
-    - top-k keeps logits not below the k-th largest: ties with it stay, so more than k tokens may.
-    - top-p keeps the smallest set of the likeliest tokens whose mass reaches top_p, and every token as likely as the
-      least likely of them; always the likeliest.
+    - top-k keeps logits that are at least the k-th largest, so ties may keep more than k tokens.
+    - top-p keeps the smallest set of the most likely tokens whose mass reaches top_p, and ties with the least likely of
+      them; the most likely token is always kept.
 
-    Filters look at the request's temperature; the values kept are not scaled by it. Rows at temperature 0 are not
-    filtered. Rows that use no top-k or top-p are not searched.
+    Filters use softmax(logits / temperature); the result is not scaled by the temperature. Rows at temperature 0 are
+    not filtered. Rows without top-k and top-p are not searched.
 
     Parameters
     ----------
@@ -34,13 +34,13 @@ def process_logits(logits: Tensor, sampling: LogitsSampling, *, backend: str = "
         [R, V] float32, bfloat16 or float16. Never modified.
     sampling : LogitsSampling
     backend : {"auto", "reference", "triton"}
-        Of the filters, as in `gumbel_sample`; masks, bias, suppression and penalties are torch's on every device.
+        Backend of the filters, as in `gumbel_sample`; masks, bias, suppression and penalties use torch.
 
     Returns
     -------
     Tensor
         [R, V] of the same dtype, computed in float32 (pass float32 for biased and penalised logits without rounding);
-        `logits` itself when no request uses anything.
+        `logits` itself if no request uses any of these.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of all requests, and the token history of those that use them.
+    """Penalties of all requests, and the token history of requests with penalties.
 
     Attributes
     ----------
@@ -15,12 +15,12 @@ class Penalties:
         [B] float32; 1, 0 and 0 are off.
     slot : Tensor
         [B] int64, the request's row of the two tables, -1 for a request without penalties. May be permuted or sparse,
-        so the tables can be kept from step to step.
+        so that the tables can be kept between steps.
     prompt_mask : Tensor
         [S, V] bool, tokens that occur in the prompt.
     output_counts : Tensor
-        [S, V] int32, occurrences of each token in the output so far. Drafts of this step are not in it: the rows'
-        draft prefixes are added here.
+        [S, V] int32, occurrences of each token in the output so far, without drafts of this step: `process_logits` adds
+        the rows' draft prefixes.
     """
 
     repetition: Tensor
@@ -40,10 +40,10 @@ class LogitBias:
     Attributes
     ----------
     slot : Tensor
-        [B] int64, the request's row of the two tables, -1 for a request without bias. The tables can be kept from step
-        to step, as those of `Penalties`.
+        [B] int64, the request's row of the two tables, -1 for a request without bias. The tables can be kept between
+        steps, as in `Penalties`.
     token : Tensor
-        [S, M] int64, all of them valid ids. An entry that is not in use has the value 0.
+        [S, M] int64, valid ids; unused entries have the value 0.
     value : Tensor
         [S, M] float32, added to the logit of `token`.
     """
@@ -62,9 +62,9 @@ class Suppression:
     row : Tensor
         [N] int64, rows of the logits.
     slot : Tensor
-        [N] int64, the row of `token` that holds the row's tokens.
+        [N] int64, the row of `token` with the tokens to suppress.
     token : Tensor
-        [S, M] int64, all of them valid ids; a short list repeats one of its tokens.
+        [S, M] int64, valid ids; a short list repeats one of its tokens.
     """
 
     row: Tensor
@@ -74,12 +74,12 @@ class Suppression:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """The only tokens that a request may draw; all others are set to -inf in each of its rows.
+    """The tokens that a request may sample; all others are set to -inf in each of its rows.
 
     Attributes
     ----------
     slot : Tensor
-        [B] int64, the request's row of the table, -1 for a request that may draw every token.
+        [B] int64, the request's row of the table, -1 for a request that may sample every token.
     mask : Tensor
         [S, V] bool, True for allowed tokens.
     """
@@ -92,8 +92,8 @@ class AllowedTokens:
 class ForbiddenSequences:
     """Sequences of tokens that the output must not contain (bad words).
 
-    The last token of a sequence is set to -inf in a row whose output, the row's draft prefix included, ends with the
-    tokens before it. The prompt does not count. Semantics of vLLM's ``bad_words`` (vLLM PRs 9717, 13376).
+    The last token of a sequence is set to -inf in a row whose output, including the row's draft prefix, ends with the
+    tokens before the last one. The prompt is not considered. Semantics of vLLM's ``bad_words`` (vLLM PRs 9717, 13376).
 
     Attributes
     ----------
@@ -102,10 +102,10 @@ class ForbiddenSequences:
     last : Tensor
         [S, M] int64, the last token of each sequence, a valid id; a short list repeats one of its sequences.
     before : Tensor
-        [S, M, L] int64, the tokens before it, right-aligned; -2 where a sequence is shorter.
+        [S, M, L] int64, the tokens before the last one, right-aligned and padded with -2.
     tail : Tensor
-        [S, L] int64, the last tokens of the output, right-aligned; -1 before its beginning. Drafts of this step are not
-        in it: the rows' draft prefixes are added here.
+        [S, L] int64, the last tokens of the output, right-aligned and padded with -1, without drafts of this step:
+        `process_logits` adds the rows' draft prefixes.
     """
 
     slot: Tensor
@@ -116,18 +116,17 @@ class ForbiddenSequences:
 
 @dataclass(frozen=True)
 class LogitsSampling:
-    """What `process_logits` does to each request's rows. A field that is None is used by nobody.
+    """The parameters of `process_logits` for each request; a field that no request uses is None.
 
-    Tensors lie on the device of the logits or, all but the tables of `allowed`, `forbidden`, `penalties`, `bias` and
-    `suppression`, on the CPU; when `cu_rows` and the fields in use are on the CPU, finding the rows that need work does
-    not wait for the device.
+    Tensors are on the device of the logits or, except the tables of `allowed`, `forbidden`, `penalties`, `bias` and
+    `suppression`, on the CPU. If `cu_rows` and the fields in use are on the CPU, the device is not synchronised.
 
     Attributes
     ----------
     cu_rows : Tensor
         [B + 1] int32, prefix sums of the requests' rows (k_b + 1 each), as in `rejection_sample`.
     temperature : Tensor
-        [B] float32; the filters look at softmax(logits / temperature) and skip requests at 0.
+        [B] float32; the filters use softmax(logits / temperature) and skip requests at 0.
     draft_tokens : Tensor or None
         [R - B] int64 as in `rejection_sample`; row j of a request counts its drafts 0 .. j - 1 as output. Required
         with `penalties` or `forbidden` when there are drafts, unused otherwise.

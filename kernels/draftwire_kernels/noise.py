@@ -1,7 +1,7 @@
-"""Definition of the noise, shared by every backend.
+"""Definition of the noise, shared by all backends.
 
-A random number is a pure function of (stream key, position, draft offset, target token id); it knows nothing of
-batches, slots or the order of calls. All arithmetic is on integers and wraps, so every backend draws the same bits.
+A random number is a pure function of (stream key, position, draft offset, target token id), independent of batches,
+slots and the order of calls. All arithmetic is on wrapping integers, so all backends produce the same bits.
 
 1. Row state, 64 bits per (key, position, offset), computed once per row of logits::
 
@@ -14,25 +14,25 @@ batches, slots or the order of calls. All arithmetic is on integers and wraps, s
 
 2. Token word, 32 bits per target token id: the bijection triple32 (C. Wellons, "hash prospector": three
    multiplications, avalanche bias 0.021) of the id XORed with the low word of s; the high word of s is XORed in after
-   its first round, so that two rows whose low words happen to be near do not share noise. Some twelve 32-bit operations
-   an element, against some eighty for ten rounds of Philox.
+   the first round, so that rows with similar low words do not share noise. About twelve 32-bit operations per element,
+   compared to about eighty for ten rounds of Philox.
 
-3. Uniform, float32: the word as an int32 converted to float, times 2**-32, plus 2**-33, plus 1 where that is negative,
-   at most 1 - 2**-24: the middle of one of 2**32 equal cells, exact near 0. Float64 continues it: the place within the
-   cell is the word that the same hash gives under the state mix64(s + GOLDEN64).
+3. Uniform, float32: the word as an int32 converted to float, times 2**-32, plus 2**-33, plus 1 if negative, at most
+   1 - 2**-24: the middle of one of 2**32 equal cells, exact near 0. Float64 refines the cell with the word of the same
+   hash under the state mix64(s + GOLDEN64).
 
-4. Gumbel noise: g = -log(-log1p(-v)) for the uniform v. The winning tail, large g, is at small v, where v keeps its
-   full resolution and log1p its relative precision; g lies in [-2.82, 22.88] in float32 and [-3.61, 45.06] in
-   float64, and is never NaN or infinite.
+4. Gumbel noise: g = -log(-log1p(-v)) for the uniform v. The winning tail, large g, is at small v, where v has its full
+   resolution and log1p its relative precision; g is in [-2.82, 22.88] in float32 and [-3.61, 45.06] in float64, and
+   never NaN or infinite.
 
-5. The acceptance uniform of (key, position, offset) is the high word of s through step 3 (float64: both words).
+5. The acceptance uniform of (key, position, offset) is the high word of s after step 3 (float64: both words).
 
-6. A draw: the token with the largest log weight + g wins, the lowest id where two are equal. It is one race of all
-   tokens for proposals and under "coupled", where two models race with the same noise and shall agree often. Under the
-   other methods, where only the law counts, it is two races: of groups of GROUP neighbouring ids, by the log of the sum
-   of their tokens' weights and the noise of their numbers (in place of token ids) under the state mix64(s + GROUP64);
-   then of the tokens of the group that has won. The law is the same: a group wins with the share of its weight, and a
-   token in it with its share of the group's. Noise is made for one group in place of the vocabulary.
+6. Sampling: the token with the largest log weight + g wins, the lowest id on ties. Proposals and "coupled", where two
+   models race with the same noise and should agree often, use one race of all tokens. The other methods, where only the
+   distribution matters, use two races: first of groups of GROUP neighbouring ids, with the log of the sum of their
+   tokens' weights and the noise of their numbers (instead of token ids) under the state mix64(s + GROUP64), then of the
+   tokens in the winning group. The distribution is the same: a group wins with the share of its weight, and a token in
+   the group with its share of the group's weight. Noise is computed for one group instead of the vocabulary.
 """
 
 NOISE_VERSION = 2

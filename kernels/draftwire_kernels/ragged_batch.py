@@ -1,7 +1,8 @@
-"""What a batch of sequences of unlike lengths writes into a paged cache and attends to.
+"""Ragged batches: where the rows of sequences of different lengths are in a paged cache, and what they attend to.
 
-A cache is a pool of blocks of `BLOCK_SIZE` slots, a slot holding the keys and values of one row. Block 0 belongs to no
-sequence: padding is written there and nobody reads it. Roll-back is a shorter length: rows past it are overwritten.
+A cache is a pool of blocks of `BLOCK_SIZE` slots; a slot has the keys and values of one row. Block 0 belongs to no
+sequence and receives padding, which is never read. A sequence is rolled back by a shorter length; later rows are
+overwritten.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _ALIGNMENT = 16  # bytes; kernels load vectors of this width
 class SequenceRows:
     """Rows start .. start + count - 1 of one sequence; each attends to the sequence's rows from 0 to itself.
 
-    `blocks` are the ids of the sequence's blocks, at least as many as hold its rows; a list, or an array of integers
-    (`array.array`, `numpy.ndarray`), which costs less for long contexts.
+    `blocks` are the ids of the sequence's blocks, at least enough for its rows: a list, or an array of integers
+    (`array.array`, `numpy.ndarray`), which is faster for long contexts.
     """
 
     blocks: Sequence[int]
@@ -44,31 +45,31 @@ class _Views(NamedTuple):
 
 
 class RaggedBatch:
-    """Where the rows of a step's sequences are written and what they attend to.
+    """Where the rows of a step's sequences are in the cache, and what they attend to.
 
     Attributes
     ----------
     slot_mapping
-        [T] int64, the slot of the cache that each row is written to.
+        [T] int64, the slot of each row in the cache.
     cu_rows
-        [B + 1] int32, prefix sums of the sequences' counts of rows; rows past the last sum are padding.
+        [B + 1] int32, prefix sums of the sequences' numbers of rows; rows past the last sum are padding.
     lengths
-        [B] int32, rows of each sequence in the cache once this batch is written.
+        [B] int32, rows of each sequence in the cache, including this batch.
     block_tables
-        [B, W] int32, ids of each sequence's blocks, all of those given; padded with 0.
+        [B, W] int32, ids of each sequence's blocks, padded with 0.
     num_rows, num_sequences
-        T and B, padding included.
+        T and B, including padding.
     max_rows, max_length
-        Bounds, known to the host, of a sequence's rows in this batch and of its length.
+        Upper bounds, known to the host, of a sequence's rows in this batch and of its length.
     """
 
     def __init__(self, sequences: Sequence[SequenceRows], device: torch.device) -> None:
-        """One pass over the sequences, one buffer on the host, one copy to the device.
+        """Fill one buffer on the host and copy it to the device.
 
         Raises
         ------
         ValueError
-            When a sequence has fewer blocks than its rows need.
+            If a sequence has fewer blocks than its rows need.
         """
         counts = np.array([sequence.count for sequence in sequences], np.int64)
         lengths = np.array([sequence.start for sequence in sequences], np.int64) + counts
@@ -81,7 +82,7 @@ class RaggedBatch:
         first_rows = np.concatenate([[0], counts.cumsum()])
         views.cu_rows.numpy()[:] = first_rows
         views.lengths.numpy()[:] = lengths
-        # Position of a row: its place among the batch's rows, less its sequence's first place, plus the start.
+        # Position of a row: its index in the batch, minus the index of its sequence's first row, plus the start.
         positions = np.arange(sizes[0]) + np.repeat(lengths - first_rows[1:], counts)
         blocks = tables[np.repeat(np.arange(sizes[1]), counts), positions // BLOCK_SIZE]
         views.slot_mapping.numpy()[:] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -100,16 +101,15 @@ class RaggedBatch:
         max_rows: int,
         max_length: int,
     ) -> RaggedBatch:
-        """Return a batch whose tensors are computed on the device; they are kept, not copied. No value of theirs is
-        read here.
+        """Return a batch with tensors that are computed on the device; keeps them without a copy and reads no values.
 
-        The kernels read the tensors anew at every call. The torch reference reads them once: after a change in place
-        it needs a new batch.
+        The kernels read the tensors in every call. The torch reference reads them once, and needs a new batch after a
+        change in place.
 
         Raises
         ------
         ValueError
-            When a tensor has the wrong shape, dtype or device, or a bound is not positive.
+            If a tensor has the wrong shape, dtype or device, or a bound is not positive.
         """
         device = slot_mapping.device
         check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), (device,))
@@ -131,7 +131,7 @@ class RaggedBatch:
 
     @property
     def host(self) -> _Views:
-        """The tensors on the CPU; waits for the device when they were computed there."""
+        """The tensors on the CPU; waits for the device if they are computed there."""
         if self._host is None:
             self._host = _Views(
                 self.slot_mapping.cpu(), self.cu_rows.cpu(), self.lengths.cpu(), self.block_tables.cpu()
@@ -140,13 +140,13 @@ class RaggedBatch:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Return what the torch reference gathers, made on first use."""
+        """Return the groups that the torch reference gathers; computed on first use."""
         _, cu_rows, lengths, block_tables = self.host
         return groups_of(cu_rows.numpy(), lengths.numpy(), block_tables.numpy(), BLOCK_SIZE, self.slot_mapping.device)
 
 
 class BatchBuffers:
-    """The tensors of a `RaggedBatch` at fixed addresses: what a CUDA graph captures, filled anew before each replay.
+    """The tensors of a `RaggedBatch` at fixed addresses, for CUDA graphs; filled before each replay.
 
     They must live as long as the graphs that captured them.
     """
@@ -154,11 +154,11 @@ class BatchBuffers:
     def __init__(
         self, max_rows_total: int, max_sequences: int, max_blocks_per_sequence: int, device: torch.device
     ) -> None:
-        """Room for `max_rows_total` rows of `max_sequences` sequences of `max_blocks_per_sequence` blocks each."""
+        """Allocate buffers for the given numbers of rows in total, sequences, and blocks per sequence."""
         self._device = device
         self._sizes = (max_rows_total, max_sequences, max_blocks_per_sequence)
         self._packed = torch.zeros(_packed_bytes(*self._sizes), dtype=torch.uint8, device=device)
-        # A step's tables arrive packed to its own width, behind the other tensors, and are spread from there.
+        # A step's tables are copied packed to their own width after the other tensors, and spread on the device.
         self._block_tables = torch.zeros(max_sequences, max_blocks_per_sequence, dtype=torch.int32, device=device)
 
     def load(
@@ -172,32 +172,32 @@ class BatchBuffers:
     ) -> RaggedBatch:
         """Fill the buffers with `batch` and padding, in one copy from the host, on the current stream.
 
-        Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows and length 0, and
-        their blocks are any that were loaded before.
+        Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows, length 0 and any
+        blocks.
 
         Parameters
         ----------
         batch
-            Made with sequences; on the CPU, so that its tensors are not copied to the device a second time.
+            A batch of sequences; on the CPU, so that its tensors are not copied to the device twice.
         num_rows_padded, num_sequences_padded
             T and B of the result.
         max_rows
-            Bound of a sequence's rows that the captured kernels work with; by default
+            Upper bound of a sequence's rows for the captured kernels; by default
             num_rows_padded / num_sequences_padded, rounded up.
         max_length
-            Bound of a sequence's length that they work with; by default all that the buffers hold. Kernels captured
-            for short sequences are a little faster.
+            Upper bound of a sequence's length for the captured kernels; by default that of the buffers. Kernels
+            captured for short sequences are slightly faster.
 
         Returns
         -------
         RaggedBatch
-            Views of the buffers. Its `max_rows` and `max_length` are these bounds whatever the batch has, so that what
-            is captured with them serves every batch that fits.
+            Views of the buffers, with these bounds as `max_rows` and `max_length`, so that a graph captured with them
+            serves every batch that fits.
 
         Raises
         ------
         ValueError
-            When the batch is larger than the padded numbers, the bound or the buffers.
+            If the batch is larger than the padded numbers, the bounds or the buffers.
         """
         if max_rows is None:
             max_rows = -(-num_rows_padded // max(num_sequences_padded, 1))
@@ -208,7 +208,7 @@ class BatchBuffers:
         return stage.send(num_rows_padded, num_sequences_padded, max_rows=max_rows, max_length=max_length)
 
     def stage(self, batch: RaggedBatch) -> BatchStage:
-        """Return the batch, made with sequences, in host memory that can be copied to the buffers."""
+        """Return the batch in host memory, ready to be copied to the buffers."""
         total, sequences, columns = self._sizes
         count, width = batch.block_tables.shape
         for name, value, most in (("num_sequences", count, sequences), ("width", width, columns)):
@@ -235,7 +235,7 @@ class BatchBuffers:
 
 
 class BatchStage:
-    """A batch in host memory, on its way to `BatchBuffers`."""
+    """A batch in host memory, before its copy to `BatchBuffers`."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class BatchStage:
         block_tables: torch.Tensor,
         sizes: tuple[int, int, int],
     ) -> None:
-        """`host` is what is sent, `packed` and `block_tables` are the buffers of those `sizes`."""
+        """Fill `host`, the memory to copy; `packed` and `block_tables` are the buffers of `sizes`."""
         total, sequences, _ = sizes
         rows, (count, width) = batch.num_rows, batch.block_tables.shape
         self._host = host
@@ -265,13 +265,12 @@ class BatchStage:
         tables[:] = own.block_tables.numpy()
 
     def set_rows(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Change the rows of the sequences until the copy is made; their blocks stay.
+        """Change the rows of the sequences before the copy; their blocks are unchanged.
 
         Parameters
         ----------
         starts, counts
-            int64 [B] of the batch's sequences: position of the first row, and rows. The blocks hold all of them, and
-            what is sent has room for them.
+            int64 [B], position of the first row and number of rows of each sequence, within its blocks and the buffers.
 
         Returns
         -------
@@ -291,8 +290,7 @@ class BatchStage:
         return slot_mapping[:rows].copy()
 
     def send(self, num_rows: int, num_sequences: int, *, max_rows: int, max_length: int) -> RaggedBatch:
-        """Copy it to the buffers, on the current stream; return views for so many rows and sequences, padding
-        included."""
+        """Copy the batch to the buffers on the current stream; return views of the padded rows and sequences."""
         static, (count, width) = self._static, self._tables_shape
         self._packed[: self._host.numel()].copy_(self._host, non_blocking=True)
         self._block_tables[:count, :width].copy_(static.block_tables)
@@ -331,7 +329,7 @@ def _packed_bytes(num_rows: int, num_sequences: int, width: int) -> int:
 def _views(
     buffer: torch.Tensor, num_rows: int, num_sequences: int, width: int, num_tables: int | None = None
 ) -> _Views:
-    """`num_tables` block tables of `width` blocks, by default one for each sequence, lie behind the vectors."""
+    """Return the parts of a packed buffer: the vectors, then `num_tables` block tables, by default one per sequence."""
     views, begin = [], 0
     for count, dtype in ((num_rows, torch.int64), (num_sequences + 1, torch.int32), (num_sequences, torch.int32)):
         num_bytes = count * dtype.itemsize
@@ -343,6 +341,5 @@ def _views(
 
 
 def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return the bytes on the host; pinned for a CUDA device, and then not handed out again before the copy has been
-    made."""
+    """Allocate bytes on the host; for a CUDA device in pinned memory, which torch reuses only after the copy."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

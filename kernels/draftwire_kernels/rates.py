@@ -5,20 +5,20 @@ from collections.abc import Sequence
 
 
 def acceptance_length_to_rates(length: float, k: int) -> list[float]:
-    """Unconditional acceptance rates of the schedule with mean acceptance length `length` and the least variance.
+    """Return the unconditional acceptance rates with mean acceptance length `length` and the least variance.
 
     Parameters
     ----------
     length : float
-        Mean tokens emitted per verify step, the bonus token included, in [1, k + 1].
+        Mean tokens emitted per verify step, including the bonus token, in [1, k + 1].
     k : int
         Draft tokens per step, at least 1.
 
     Returns
     -------
     list of float
-        k rates, floor(length - 1) ones, then the fraction, then zeros; entry i is the probability that the first
-        i + 1 drafts are all accepted, so the rates sum to length - 1.
+        k rates: floor(length - 1) ones, the fraction, then zeros. Entry i is the probability that the first i + 1
+        drafts are all accepted, so the rates sum to length - 1.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def acceptance_length_to_rates(length: float, k: int) -> list[float]:
 
 
 def unconditional_to_conditional_rates(rates: Sequence[float]) -> list[float]:
-    """Return the rates of acceptance given that every earlier draft was accepted.
+    """Return the acceptance rates if all earlier drafts were accepted.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> list[float]:
     Raises
     ------
     ValueError
-        If a rate is outside [0, 1] or above the one before it.
+        If a rate is outside [0, 1] or larger than the previous one.
 
     Examples
     --------

@@ -24,37 +24,37 @@ def rejection_sample(
     use_fp64: bool = False,
     backend: str = "auto",
 ) -> RejectionResult:
-    """Accept a prefix of each request's drafts and draw the token that follows it.
+    """Accept a prefix of each request's drafts and sample the next token.
 
     With target p = softmax(target_logits / temperature) and draft q = softmax(draft_logits / temperature), one-hot at
     the draft without `draft_logits`:
 
-    - "standard" accepts draft x when u < p(x) / q(x), draws from max(p - q, 0) after a refusal, and from p after the
+    - "standard" accepts draft x if u < p(x) / q(x), samples from max(p - q, 0) after a rejection, and from p after the
       last draft (Leviathan et al. 2211.17192; vLLM PR 40651).
-    - "synthetic" accepts the draft at offset i with probability `synthetic_rates`[i], whatever p is, and draws as
+    - "synthetic" accepts the draft at offset i with probability `synthetic_rates`[i], independent of p, and samples as
       "standard" does; the output does not follow p (vLLM PRs 40662, 41035).
-    - "block" decides the drafts of a step together, with an acceptance length never below that of "standard" (Sun et
-      al. 2403.10444); without draft logits it is "standard".
-    - "coupled" draws every token from p with the RESAMPLE noise of its position and accepts drafts while they are
-      equal to it; a drafter that drew with the same noise agrees often (Daliri et al. 2408.07978).
+    - "block" decides the drafts of a step together, with an acceptance length of at least that of "standard" (Sun et
+      al. 2403.10444); without draft logits it equals "standard".
+    - "coupled" samples every token from p with the RESAMPLE noise of its position and accepts drafts while they are
+      equal to it; a drafter that samples with the same noise agrees often (Daliri et al. 2408.07978).
 
-    The first three emit tokens that follow p (but "synthetic") when the drafts follow q, or, one-hot, whatever the
-    drafts are. At temperature 0 a draft is accepted when it is the argmax of its row, and the argmax is emitted. The
-    ACCEPT uniform is keyed by position and offset, RESAMPLE noise by position; the PROPOSAL stream is never used:
-    sharing it would bias the output (vLLM PR 54282). What a request gets depends on its own rows, keys and position.
+    The output follows p for all methods except "synthetic", if the drafts follow q; with a one-hot q, for any drafts.
+    At temperature 0 a draft is accepted if it is the argmax of its row, and the argmax is emitted. The ACCEPT uniform
+    is keyed by position and offset, RESAMPLE noise by position; the PROPOSAL stream is not used, because sharing it
+    would bias the output (vLLM PR 54282). The result of a request depends only on its own rows, keys and position.
 
     Parameters
     ----------
     target_logits : Tensor
-        [R, V] float32, bfloat16 or float16, not scaled by the temperature, R = sum of (k_b + 1), request after
-        request; row j of a request is the target's distribution at `position` + j. Infinite logits: `gumbel_sample`.
+        [R, V] float32, bfloat16 or float16, not scaled by the temperature, R = sum of (k_b + 1), in the order of
+        requests; row j of a request is the target's distribution at `position` + j. Infinite logits are treated as in
+        `gumbel_sample`.
     draft_tokens : Tensor
-        [R - B] int64 target ids, the k_b drafts of each request, request after request; k_b may be 0. An id outside
-        [0, V), or outside the support of its own q, ends the request's drafts there, and p is sampled.
+        [R - B] int64 target ids, the k_b drafts of each request in order; k_b may be 0. An id outside of [0, V) or of
+        the support of its q ends the request's drafts, and the next token is sampled from p.
     cu_rows : Tensor
-        [B + 1] int32, prefix sums of k_b + 1. May lie on the CPU whatever the device of the rest, which spares a
-        wait for the device; its values are checked only there. While a CUDA graph is captured it must lie on the CPU,
-        pinned when the requests differ in length.
+        [B + 1] int32, prefix sums of k_b + 1. May be on the CPU, which avoids synchronisation; values are checked only
+        there. During CUDA graph capture it must be on the CPU, in pinned memory if the requests differ in length.
     temperature : Tensor
         [B] float32.
     keys : StreamKeys
@@ -65,27 +65,25 @@ def rejection_sample(
         q of each draft, for "standard", "block" and "synthetic".
     method : {"standard", "synthetic", "block", "coupled"}
     synthetic_rates : Tensor, optional
-        [k] float32 conditional rates, k >= k_max; required by "synthetic" and refused by the others.
+        [k] float32 conditional rates, k >= k_max; only for "synthetic", which requires them.
     use_fp64 : bool
-        Compute, draw and compare in float64.
+        Compute, sample and compare in float64.
     backend : {"auto", "reference", "triton"}
-        "auto" takes "triton" for CUDA tensors where Triton is installed and the torch reference otherwise; "triton"
-        needs CUDA tensors, or Triton's interpreter.
+        As in `gumbel_sample`.
 
     Returns
     -------
     RejectionResult
-        tokens [B, k_max + 1] int64, -1 beyond those emitted, and num_emitted [B] int32. A row without a distribution
-        (NaN, or -inf throughout) ends its own request before it, if acceptance gets that far: the drafts accepted
-        until then are emitted and nothing follows them. num_emitted is then their number, 0 if the request's first
-        row is the bad one; a caller fails a request at num_emitted 0, which a later bad row leads to at the next
-        step, when it comes first.
+        tokens [B, k_max + 1] int64, padded with -1, and num_emitted [B] int32. If acceptance reaches a row without a
+        distribution (with NaN, or only -inf), only the drafts accepted before that row are emitted; num_emitted is
+        their number, 0 if it is the request's first row. A caller should fail a request with num_emitted 0: a later bad
+        row is the first row of the next step.
 
     Raises
     ------
     ValueError
-        If an argument has the wrong shape, dtype or device, or does not go with `method`; with "triton" also if
-        "block" is given more than 24 drafts of a request.
+        If an argument has the wrong shape, dtype or device, or does not fit `method`; with "triton" also if a request
+        has more than 24 drafts with "block".
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Masks rows of logits by one bit a token, as grammar engines make them."""
+"""Masks rows of logits with the bitmasks of grammar engines, one bit per token."""
 
 from torch import Tensor, int32, int64, no_grad
 
@@ -8,17 +8,17 @@ from draftwire_kernels.reference import masks as reference
 
 @no_grad()
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor, *, backend: str = "auto") -> Tensor:
-    """Return the logits with -inf for the tokens of some rows whose bit is 0.
+    """Return the logits with -inf for the tokens whose bit is 0 in the given rows.
 
     Parameters
     ----------
     logits : Tensor
         [R, V] float32, bfloat16 or float16. Never modified.
     rows : Tensor
-        [M] int64 in 0 .. R - 1, each at most once: the rows that are masked.
+        [M] int64 in 0 .. R - 1, each at most once: the rows to mask.
     bits : Tensor
-        [M, W] int32, 32 W at least V. Bit i of word w is the token 32 w + i; bits of no token are not read. The layout
-        is that of llguidance and xgrammar.
+        [M, W] int32, 32 W at least V. Bit i of word w is the token 32 w + i; bits past the vocabulary are not read. The
+        layout is that of llguidance and xgrammar.
     backend : {"auto", "reference", "triton"}
         As in `gumbel_sample`.
 
@@ -34,7 +34,7 @@ def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor, *, backend: str = "a
 
     Notes
     -----
-    All tensors are on one device. On a GPU the logits are copied, then one kernel reads the bits and writes the masked
+    All tensors are on one device. On a GPU the logits are copied, and one kernel reads the bits and writes the masked
     tokens.
 
     Examples

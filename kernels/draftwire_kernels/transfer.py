@@ -1,11 +1,11 @@
-"""Small tensors on their way to the device."""
+"""Copies of small tensors to the device."""
 
 import torch
 from torch import Tensor
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Return `x` on `device`, by way of pinned memory: a copy from pageable memory would wait for all earlier work."""
+    """Return `x` on `device`, copied from pinned memory: a copy from pageable memory waits for all earlier work."""
     if device.type == "cuda" and x.device.type == "cpu":
         return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
     return x.to(device)

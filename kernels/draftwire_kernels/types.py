@@ -1,4 +1,4 @@
-"""The small structs that the public functions take and return."""
+"""Structs that the public functions take and return."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from torch import Tensor
 class StreamKeys(NamedTuple):
     """Keys of a request's three independent noise streams, each int64 [B].
 
-    ``proposal`` is the drafter's, ``accept`` decides acceptance and ``resample`` draws every token that the verifier
-    itself emits. ``accept`` and ``resample`` never leave the verifier (but for the method "coupled", whose drafter
-    samples with ``resample``).
+    ``proposal`` is for the drafter, ``accept`` for acceptance, and ``resample`` for the tokens that the verifier
+    samples. ``accept`` and ``resample`` never leave the verifier, except that drafters sample with ``resample`` for the
+    method "coupled".
     """
 
     proposal: Tensor
@@ -31,8 +31,8 @@ class DraftLogits(NamedTuple):
     logits : Tensor
         float32 [R - B, n].
     token_ids : Tensor or None
-        int64 target ids of the columns: None when n = V (dense), [n] for a reduced draft vocabulary, [R - B, n] when
-        each row holds its own top n. q is 0 outside them.
+        int64 target ids of the columns: None for n = V (dense), [n] for a reduced draft vocabulary, [R - B, n] if each
+        row has its own top n. q is 0 for other ids.
     """
 
     logits: Tensor
@@ -45,10 +45,10 @@ class RejectionResult(NamedTuple):
     Attributes
     ----------
     tokens : Tensor
-        int64 [B, k_max + 1], the emitted tokens of each request, -1 beyond them.
+        int64 [B, k_max + 1], the emitted tokens of each request, padded with -1.
     num_emitted : Tensor
-        int32 [B]. 1 .. k_b + 1, or fewer where a row without a distribution (NaN, or all -inf) was reached: then the
-        tokens emitted before it, 0 when it was the request's first row.
+        int32 [B], 1 .. k_b + 1, or fewer if a row without a distribution was reached: the tokens emitted before that
+        row.
     """
 
     tokens: Tensor

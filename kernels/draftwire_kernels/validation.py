@@ -1,4 +1,4 @@
-"""Argument checks that look at shapes, dtypes and devices, and at values only where those lie on the host."""
+"""Checks of arguments' shapes, dtypes and devices, and of values that are on the host."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ def check_tensor(
     dtypes: Collection[torch.dtype],
     devices: Collection[torch.device],
 ) -> None:
-    """Raise ValueError unless `value` is a tensor of that shape (a str names a free size), dtype and device."""
+    """Raise ValueError unless `value` is a tensor with this shape (a str is a free size), dtype and device."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: got {type(value).__name__}, expected a tensor {_shape_text(shape)}")
     if value.ndim != len(shape) or any(isinstance(s, int) and s != v for s, v in zip(shape, value.shape, strict=True)):
@@ -40,8 +40,8 @@ def check_logits(name: str, value: object) -> Tensor:
 
 
 def check_cu_rows(cu_rows: object, num_rows: int, device: torch.device, what: str = "rows of logits") -> int:
-    """Raise ValueError unless `cu_rows` is [B + 1] int32 for `num_rows` rows, which a message calls `what`; its values
-    are checked on the CPU. Returns B."""
+    """Return B; raise ValueError unless `cu_rows` is [B + 1] int32 for `num_rows` rows, called `what` in the message.
+    Values are checked only on the CPU."""
     check_tensor("cu_rows", cu_rows, ("B + 1",), (torch.int32,), host_or(device))
     assert isinstance(cu_rows, Tensor)
     num_requests = cu_rows.shape[0] - 1
@@ -63,7 +63,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Return the backend that runs, "reference" or "triton"; ValueError where there is no such or it cannot run."""
+    """Return the backend to use, "reference" or "triton"; raise ValueError if `backend` is unknown or cannot run."""
     check_choice("backend", backend, ("auto", "reference", "triton"))
     if backend == "auto":
         return "triton" if device.type == "cuda" and _has_triton() else "reference"
@@ -87,7 +87,7 @@ def _is_interpreted() -> bool:
 
 
 def host_or(device: torch.device) -> tuple[torch.device, ...]:
-    """Return the devices of an argument that may stay on the host."""
+    """Return the devices of an argument that may be on the host."""
     return (device, torch.device("cpu"))
 
 

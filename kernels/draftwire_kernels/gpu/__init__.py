@@ -1,1 +1,1 @@
-"""The sampling mathematics as Triton kernels; `draftwire_kernels.reference` says the same in torch."""
+"""The Triton kernels; `draftwire_kernels.reference` has the same mathematics in torch."""

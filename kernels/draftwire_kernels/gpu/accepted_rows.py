@@ -1,8 +1,7 @@
-"""The rows of a verify step, accepted rows first, in one launch.
+"""Gathers the rows of a verify step, accepted rows first, in one launch.
 
-A program copies a part of one row. Where to, it finds by itself: the accepted rows before it are, of each sequence,
-those of its accepted rows that come before it, and so a sum over the sequences, whose number of accepted rows the
-device knows.
+A program copies a part of one row. It computes the row's destination as the number of earlier accepted rows, a sum over
+the sequences.
 """
 
 import torch
@@ -11,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 SEQUENCES, COLUMNS = 128, 2048
-"""Looked at together, and copied by one program."""
+"""Sequences per iteration, and columns per program."""
 
 
 @triton.jit(do_not_specialize=["drawn_columns", "num_sequences"])
@@ -30,7 +29,7 @@ def accepted_rows_kernel(
 ):
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    # Before the place that they go to is known, since they take longest to arrive.
+    # Loaded before the destination is computed, because this load takes longest.
     values = tl.load(rows + tl.load(slots + row) * width + column, mask=column < width)
     true_before = tl.zeros([SEQUENCES], tl.int32)
     accepted_in_all = tl.zeros([SEQUENCES], tl.int32)

@@ -1,6 +1,6 @@
 """Structs of tensors for the verification kernels, and the location of a request in them.
 
-As arguments of a kernel the tensors arrive as pointers, and a field that is None as a compile-time constant.
+In a kernel the tensors are pointers, and a field that is None is a compile-time constant.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ class Batch(NamedTuple):
     logits_stride: Any
     vocab: Any
     draft_tokens: Any  # [D] int64
-    cu_rows: Any  # [B + 1] int32, or None when every request has `rows_each` rows
+    cu_rows: Any  # [B + 1] int32, or None if every request has `rows_each` rows
     rows_each: Any
     temperature: Any  # [B] float32
     accept: Any  # [B] int64
@@ -30,47 +30,47 @@ class Draft(NamedTuple):
 
     logits: Any  # [D, n] float32
     logits_stride: Any
-    token_ids: Any  # [D, n] int64, when each row lists its own
+    token_ids: Any  # [D, n] int64, if each row has its own ids
     token_ids_stride: Any
-    column_of: Any  # [V] int32, of a reduced vocabulary: the column of each target id, -1 for none
+    column_of: Any  # [V] int32, of a reduced vocabulary: column of each target id, -1 for none
     width: Any
 
 
 class Scratch(NamedTuple):
     """Intermediate results that programs pass to each other."""
 
-    group_top: Any  # [R, G] float32, the largest logits
-    group_mass: Any  # [R, G] float32, relative to them; under "coupled" the leads of `scan_sampled`; None under "block"
+    group_top: Any  # [R, G] float32, the largest logit of each group
+    group_mass: Any  # [R, G] float32, relative to group_top; leads of `scan_sampled` for "coupled"; None for "block"
     num_groups: Any
-    part_top: Any  # [R, P] float32, of P parts of a row, for block verification alone
+    part_top: Any  # [R, P] float32, of P parts of a row, only for block verification
     part_mass: Any  # [R, P] float32 or float64
-    draft_top: Any  # [D, P], of dense draft logits: as part_top
-    draft_mass: Any  # [D, P], as part_mass
+    draft_top: Any  # [D, P], like part_top, of dense draft logits
+    draft_mass: Any  # [D, P], like part_mass
     waves: Any  # `Waves`
     block: Any  # `Block`, or None
 
 
 class Waves(NamedTuple):
-    """A request's rows are taken in waves, of which each but the last may find nothing to emit.
+    """A request's rows are processed in waves; each wave except the last may find nothing to emit.
 
-    Programs of a wave start after those of the wave before it in the grid, and leave out their rows when they see that
-    an earlier wave has decided. None waits for another: the program that closes a wave decides it, and the one whose
-    closing makes the first deciding wave and all before it complete writes the tokens. So what is written depends on
-    the rows alone, not on the order of arrival.
+    Programs of a wave come after those of earlier waves in the grid, and skip their rows if an earlier wave has
+    decided. No program waits for another: the last program of a wave closes and decides the wave, and the program that
+    completes the first deciding wave and all waves before it writes the tokens. So the result depends only on the rows,
+    and not on the order of arrival.
     """
 
-    arrived: Any  # [W, B] int32, zero before and after: programs of the wave that are done
-    state: Any  # [B] int64, zero before and after: bits of the closed waves, 32 places up bits of those that decided
-    decision: Any  # [B, W, 2] int32: drafts accepted, token after them
+    arrived: Any  # [W, B] int32, zero before and after: finished programs of each wave
+    state: Any  # [B] int64, zero before and after: bits of closed waves, and of deciding waves 32 places higher
+    decision: Any  # [B, W, 2] int32: accepted drafts, next token
 
 
 class Block(NamedTuple):
     """Results of the first launch of block verification for the second launch."""
 
-    weight: Any  # [R] float32 or float64: weight of p after as many drafts
-    statistics: Any  # [R, 4] of the same: top and mass of target and draft
-    prefixes: Any  # [B] int32, bits of the prefixes that may be accepted, 0 when the tokens are written
-    group_mass: Any  # [R, G] float32, what the residuals' do not exceed
+    weight: Any  # [R] float32 or float64: weight of p after the row's number of drafts
+    statistics: Any  # [R, 4] of the same dtype: top and mass of target and draft
+    prefixes: Any  # [B] int32, bits of the prefixes that may be accepted, 0 if the tokens are written
+    group_mass: Any  # [R, G] float32, upper bounds of the residuals' masses
     part_mass: Any  # [R, P], P parts of a row in the second launch
 
 
@@ -94,8 +94,10 @@ def request_rows(batch, request):
 
 @triton.jit
 def is_last(arrived, expected):
-    """Return whether this program is the last of `expected`, which resets the counter. The stores of the other programs
-    are visible to the last program, past the first-level cache (".cg")."""
+    """Return whether this program is the last of `expected`; the last one resets the counter.
+
+    The last program can read the others' stores with ".cg" loads, which bypass the first-level cache.
+    """
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -112,10 +114,10 @@ def highest_bit(bits):
 
 @triton.jit
 def is_decided_before(waves, request, wave):
-    """Return whether a wave before this one is known to have decided; programs may learn of it late, never wrongly.
+    """Return whether an earlier wave is known to have decided; the answer may be late, but never wrong.
 
-    Read by an atomic, which one thread of the program performs for all: while other programs write the word, the loads
-    of two warps could differ, and a branch on them would part the program at its next barrier.
+    Reads with an atomic, which one thread performs for the whole program: with plain loads, two warps could read
+    different values, and a branch would diverge before the next barrier.
     """
     decided = tl.atomic_add(waves.state + request, 0, mask=wave > 0, sem="relaxed", scope="gpu") >> 32
     return (decided & ((1 << wave) - 1)) != 0
@@ -123,14 +125,14 @@ def is_decided_before(waves, request, wave):
 
 @triton.jit
 def announce(waves, request, wave, is_decided):
-    """Tell later waves that this wave decides, as soon as this is certain, before its token is drawn."""
+    """Publish that this wave decides, before its token is sampled."""
     bit = tl.full([], 1, tl.int64) << (wave + 32)
     tl.atomic_or(waves.state + request, bit, mask=is_decided, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def first_decision(state):
-    """Return the first wave that has decided, if it and all before it are closed; else -1."""
+    """Return the first wave that has decided, if it and all earlier waves are closed; else -1."""
     closed = (state & 0x7FFFFFFF).to(tl.int32)
     decided = (state >> 32).to(tl.int32)
     first = highest_bit(decided & -decided)
@@ -141,7 +143,7 @@ def first_decision(state):
 @triton.jit
 def close_wave(waves, out, request, drafts, wave, num_waves, accepted, token, decided, WAVES: tl.constexpr,
                WIDTH: tl.constexpr):  # fmt: skip
-    """Record a wave's decision; write the request's tokens if the decision settles them (see `Waves`)."""
+    """Record a wave's decision; write the request's tokens if they are now determined (see `Waves`)."""
     if WAVES == 1:
         emit(out, request, drafts, accepted, token, WIDTH)
     else:
@@ -171,7 +173,7 @@ def at(vector, index, place):
 
 @triton.jit
 def load_drafts(batch, request, WIDTH: tl.constexpr):
-    """Return the drafts of a request [WIDTH], -1 beyond."""
+    """Return the drafts of a request [WIDTH], padded with -1."""
     _, first_draft, num_drafts = request_rows(batch, request)
     place = tl.arange(0, WIDTH)
     return tl.load(batch.draft_tokens + first_draft + place, mask=place < num_drafts, other=-1)
@@ -179,7 +181,7 @@ def load_drafts(batch, request, WIDTH: tl.constexpr):
 
 @triton.jit
 def emit(out, request, drafts, accepted, token, WIDTH: tl.constexpr):
-    """Write a request's accepted drafts and the token after them, -1 for none."""
+    """Write a request's accepted drafts and the next token, -1 for none."""
     place = tl.arange(0, WIDTH)
     tokens = tl.where(place < accepted, drafts, tl.where(place == accepted, token.to(tl.int64), -1))
     tl.store(out.tokens + request.to(tl.int64) * out.width + place, tokens, mask=place < out.width)

@@ -1,13 +1,14 @@
 """Block verification with draft logits: the drafts of a step are decided together (Sun et al. 2403.10444).
 
-With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass when u_i < h_i; h_i is s_i / (s_i + 1 - w_i), s_i
+With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass if u_i < h_i; h_i is s_i / (s_i + 1 - w_i), s_i
 the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable draft. The longest passing prefix
 is accepted.
 
-The first launch (`verify_kernel`) sums the masses of p and q, without noise; then the weights are known. Since
-h_i <= w_i, with equality where w_i = 1, prefixes with u_i >= w_i are out, and those shorter than one that passes for
-sure. The second launch reads the rows that are left, 1.8 of 6 on average in the benchmark, the longest prefix first:
-each is a wave, left out when a longer one has been accepted. It sums s_i and bounds the mass of each group at once.
+The first launch (`verify_kernel`) sums the masses of p and q, without noise, which determines the weights. Because
+h_i <= w_i, with equality for w_i = 1, prefixes with u_i >= w_i fail, and prefixes shorter than one that certainly
+passes are not needed. The second launch reads the remaining rows, 1.8 of 6 on average in the benchmark, the longest
+prefix first: each is a wave, which is skipped if a longer prefix has been accepted. It sums s_i and bounds the mass of
+each group in one pass.
 """
 
 import triton
@@ -38,8 +39,7 @@ from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, scan_residual, store_
 
 @triton.jit
 def begin_block(batch, scratch, request, rows, USE_FP64: tl.constexpr, ROWS: tl.constexpr):
-    """Return the weights of all prefixes, and which prefixes may be the accepted one; the shortest of these passes for
-    sure."""
+    """Store the weights of all prefixes, and which prefixes may be accepted; the shortest of these certainly passes."""
     block = scratch.block
     first_row, _, num_drafts = request_rows(batch, request)
     usable = (rows.ended == 0) & (rows.top > -INFINITY)
@@ -55,7 +55,7 @@ def begin_block(batch, scratch, request, rows, USE_FP64: tl.constexpr, ROWS: tl.
         last_weight = tl.where(i == num_usable - 1, weight, last_weight)
     row = first_row + rows.offset
     tl.store(block.weight + row + 1, after, mask=rows.drafted)
-    # The draw needs no weight where it is from p: after all drafts, and where the drafts end early.
+    # Sampling from p, after all drafts and if the drafts end early, needs no weight.
     all_pass = (num_usable == 0) | (at(rows.uniform, rows.offset, num_usable - 1) < last_weight)
     may_pass = (rows.offset + 1 < num_usable) & (rows.uniform < after)
     surely = tl.maximum(tl.max(tl.where(may_pass & (after >= 1.0), rows.offset, -1), 0) + 1, 0)
@@ -84,7 +84,7 @@ def listed_mass(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Return the mass of max(weight p - q, 0) for q on a list of ids, from those alone."""
+    """Return the mass of max(weight p - q, 0) for q on a list of ids; reads only the listed logits."""
     kept = compute_type(tl.full([], 0.0, tl.float32), USE_FP64)
     for turn in range(LISTS):
         piece = load_piece(logits, draft, draft_row, draft.width, num_columns, turn, LIST)
@@ -119,8 +119,7 @@ def test_prefix(
     PARTS: tl.constexpr,
     WAVES: tl.constexpr,
 ):
-    """Return whether a prefix whose row has been read passes, and the token after it; -1 where nothing is left to
-    draw."""
+    """Return whether a prefix whose row has been read passes, and the next token, -1 if no mass is left."""
     block = scratch.block
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + prefix
@@ -142,7 +141,7 @@ def test_prefix(
     position = tl.load(batch.position + request) + prefix
     uniform = accept_uniform(tl.load(batch.accept + request), position - 1, prefix - 1, USE_FP64)
     passes = is_sure | (uniform < threshold)
-    if WAVES > 1:  # else no program reads the word or resets it
+    if WAVES > 1:  # otherwise no program reads or resets the word
         announce(scratch.waves, request, wave, passes)
     token = tl.full([], -1, tl.int32)
     score = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
@@ -184,7 +183,7 @@ def block_kernel(
     WAVES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Read the row after each prefix that may be accepted, the longest first; draw from that of the first that is."""
+    """Read the row after each prefix that may be accepted, longest first; sample from that of the accepted prefix."""
     block = scratch.block
     split = tl.program_id(0) % num_splits
     request = (tl.program_id(0) // num_splits) % num_requests
@@ -200,8 +199,8 @@ def block_kernel(
     first_row, first_draft, _ = request_rows(batch, request)
     temperature = tl.load(batch.temperature + request)
 
-    # Once as a rule; but where nothing is left to draw after the accepted drafts, which counts as acceptance of one
-    # more, the closing program reads the next row alone.
+    # Usually one iteration. If no mass is left after the accepted drafts, which counts as acceptance of one more draft,
+    # the closing program reads the next row.
     step = split * 0 + num_splits
     accepted = prefix
     token = tl.full([], -1, tl.int32)

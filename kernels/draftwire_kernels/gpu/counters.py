@@ -1,9 +1,8 @@
-"""Counters by which programs of a launch know that they are the last: a kernel finds them at zero and leaves them so.
+"""Counters that tell the programs of a launch which one is last; zero before and after each launch.
 
-Setting the counters to zero before each launch would cost another launch. So they lie in memory that is set to zero
-once, outside of any capture, and no two launches that may run at the same time share a piece: eager launches share one
-piece for each stream, and every captured launch keeps a separate piece, because its graph may be replayed on any
-stream.
+Setting the counters to zero before each launch would need another launch. Instead, their memory is set to zero once,
+outside of any capture, and launches that may run concurrently use different pieces: eager launches share one piece per
+stream, and every captured launch keeps its own piece, because its graph may be replayed on any stream.
 """
 
 from threading import Lock
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 _ARENA_SIZE = 1 << 20
-"""Counters for each device, 4 MiB; 256 requests in 6 waves take two thousand of them."""
+"""Counters per device, 4 MiB; 256 requests in 6 waves need two thousand."""
 
 
 class _Arena:
@@ -55,5 +54,5 @@ def zeros(count: int, device: torch.device) -> Tensor:
         arena = _arenas.get(device)
         if arena is not None:
             piece = arena.of_capture(count) if is_captured else arena.of_stream(stream, count)
-    # A first call under capture, or a full arena: separate memory, set to zero at every launch.
+    # A first call during capture, or a full arena: separate memory, set to zero before every launch.
     return torch.zeros(count, dtype=torch.int32, device=device) if piece is None else piece

@@ -1,9 +1,8 @@
-"""A draw in two races (step 6 of `draftwire_kernels.noise`): of the groups by their mass, then of the winner's tokens.
+"""Sampling in two races (step 6 of `draftwire_kernels.noise`): of groups by their mass, then of the winner's tokens.
 
-What the scan left of a group bounds its score: the mass of p in it is no less than that of the residual, whatever is
-removed from p. Every turn looks at the groups that are bounded highest, of one or of LEAD lanes of groups, and finds
-their mass exactly; the race of the groups ends when no bound is left above the best score. Then the tokens of the group
-that has won run, whose masses that turn has kept.
+The scan's results bound the score of each group, because the mass of p in a group is at least that of the residual.
+Every turn computes the exact mass of the groups with the highest bounds, of one or of LEAD lanes of groups; the race
+ends when no bound exceeds the best score. Then the tokens of the winning group race, with the masses of that turn.
 """
 
 import triton
@@ -22,13 +21,13 @@ from draftwire_kernels.gpu.scan import (
     maximum_or_nan,
 )
 
-LEAD = tl.constexpr(2)  # where much of p may be gone: one of two groups has less often nothing than one
-LOST = tl.constexpr(1e-5)  # of a mass by rounding, at most
+LEAD = tl.constexpr(2)  # if much of p may be removed: two groups are less often both empty than one
+LOST = tl.constexpr(1e-5)  # upper bound of a mass's relative rounding error
 
 
 @triton.jit
 def load_rows(first, second, row, exists, count, COUNT: tl.constexpr):
-    """Load two numbers of each group or part of rows, the largest logits and the masses: [ROWS, COUNT]."""
+    """Load the largest logits and the masses of each group or part of rows: [ROWS, COUNT] each."""
     place = tl.arange(0, COUNT)[None, :]
     index = row[:, None] * count + place
     mask = exists[:, None] & (place < count)
@@ -38,15 +37,14 @@ def load_rows(first, second, row, exists, count, COUNT: tl.constexpr):
 
 @triton.jit
 def with_noise(bound, state):
-    """Return the bounds [GROUPS] of the scores of groups from those of the logarithms of their masses."""
+    """Return the bounds [GROUPS] of the scores of groups from the bounds of the logarithms of their masses."""
     group = tl.arange(0, bound.shape[0])
     return bound + (MARGIN + gumbel_ceiling(token_words(group_state(state), group.to(tl.uint32))))
 
 
 @triton.jit
 def group_bounds(largest, mass, top, temperature, state):
-    """Bound the scores of groups [GROUPS] from the results of `scan_groups`; masses are relative to exp(top /
-    temperature)."""
+    """Bound the scores of groups [GROUPS] from `scan_groups`; masses are relative to exp(top / temperature)."""
     score = tl.maximum((largest - top) / temperature, -MAX_FLOAT)
     bound = with_noise(score * (1.0 - RELATIVE_MARGIN) + tl.log(mass), state)
     return tl.where(largest > -INFINITY, bound, -INFINITY)
@@ -60,22 +58,21 @@ def residual_bounds(mass, state):
 
 @triton.jit
 def less_token(mass, group, token_mass):
-    """Return the masses [GROUPS] of groups, in one of them without a token's: more than is left there, whatever the
-    rounding."""
+    """Return the masses [GROUPS] of groups, without a token's mass in one of them; an upper bound under rounding."""
     own = tl.arange(0, mass.shape[0]) == group
     return tl.where(own, tl.maximum(mass - token_mass * (1.0 - LOST), mass * LOST), mass)
 
 
 @triton.jit
 def in_lanes(bound, LEAD: tl.constexpr):
-    """Reshape bounds [GROUPS] to lanes [GROUPS // LEAD, LEAD]; neighbours lie in different lanes."""
+    """Reshape bounds [GROUPS] to lanes [GROUPS // LEAD, LEAD]; neighbours are in different lanes."""
     GROUPS: tl.constexpr = bound.shape[0]
     return tl.reshape(bound, [GROUPS // LEAD, LEAD])
 
 
 @triton.jit
 def leaders(bound):
-    """Return each lane's highest bound, rounded up, and its place [LEAD], and the highest bound of all."""
+    """Return each lane's highest bound, rounded up, and its place [LEAD], and the overall highest bound."""
     SIZE: tl.constexpr = bound.shape[0]
     leading = tl.max(packed(bound, tl.arange(0, SIZE)[:, None], SIZE), 0)
     bounds, places = unpacked(leading, SIZE)
@@ -84,7 +81,7 @@ def leaders(bound):
 
 @triton.jit
 def without(bound, places):
-    """Return the bounds that are left when each lane's group has been looked at."""
+    """Return the bounds without each lane's group at `places`."""
     return tl.where(tl.arange(0, bound.shape[0])[:, None] == places[None, :], -INFINITY, bound)
 
 
@@ -106,8 +103,7 @@ def group_noise(groups, state, USE_FP64: tl.constexpr):
 
 @triton.jit
 def after_turn(best, winner, kept, groups, runs, noise, mass, masses):
-    """Return the best score so far, its group and the masses of its tokens [GROUP], after those of LEAD more groups of
-    the masses [LEAD]."""
+    """Return the best score so far, its group and the masses of its tokens [GROUP], including LEAD more groups."""
     score = tl.where(runs & (mass > 0), tl.log(mass) + noise, -INFINITY)
     score, group = tl.reduce((score, groups), 0, ahead)
     is_ahead = (score > best) | ((score == best) & (group < winner))
@@ -117,7 +113,7 @@ def after_turn(best, winner, kept, groups, runs, noise, mass, masses):
 
 @triton.jit
 def race_of_tokens(masses, winner, state, USE_FP64: tl.constexpr):
-    """Return the token that wins in a group, from its tokens' masses [GROUP]: its score and its id."""
+    """Return score and id of the winning token in a group with the masses [GROUP]."""
     GROUP: tl.constexpr = masses.shape[0]
     token = winner * GROUP + tl.arange(0, GROUP)
     score = tl.log(masses) + gumbel_noise(state, token.to(tl.uint32), USE_FP64)
@@ -136,8 +132,8 @@ def draw_without(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Draw from softmax(logits / temperature) without a token: the best group's score, -inf if nothing is left,
-    and the token. Looks at one group a turn, since its bound is as good as exact."""
+    """Sample from softmax(logits / temperature) without a token; return the best group's score, -inf if no mass is
+    left, and the token. Computes one group per turn, because bounds are almost exact."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)
@@ -146,11 +142,11 @@ def draw_without(
     while (highest > -INFINITY) & (highest >= best):
         column = group * GROUP + tl.arange(0, GROUP)
         x = load_logits(logits + column, (column < num_columns) & (column != excluded))
-        # What comes next and the noise do not wait for the logits.
+        # The next group and the noise do not wait for the logits.
         bound = tl.where(tl.arange(0, bound.shape[0]) == group, -INFINITY, bound)
         highest, following = highest_of(bound)
         noise = group_noise(group, state, USE_FP64)
-        # Relative to the group's own largest, so that what is left beside a token with almost all mass is not lost.
+        # Relative to the group's largest logit, which is precise even if the excluded token has almost all mass.
         largest = maximum_or_nan(x, 0)
         finite = tl.where(largest == -INFINITY, 0.0, largest)
         masses = token_masses(x, finite, temperature, one, USE_FP64)
@@ -173,14 +169,14 @@ def draw_residual(
     top,
     p_share,  # weight over the mass of the row
     draft_top,
-    q_share,  # 1 over the mass of q; 0: from p, weighted
+    q_share,  # 1 over the mass of q; 0 to sample from p
     state,
     bound,
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
     LEAD: tl.constexpr,
 ):
-    """Draw from max(weight p - q, 0) for dense q: the best group's score, -inf if nothing is left, and the
+    """Sample from max(weight p - q, 0) for dense q; return the best group's score, -inf if no mass is left, and the
     token."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
@@ -207,8 +203,7 @@ def draw_residual(
 
 @triton.jit
 def load_lists(draft, draft_row, drafted, turn, LIST: tl.constexpr):
-    """Return the turn-th piece of the lists of rows [ROWS]: target ids, -1 for none, and draft logits, both [ROWS,
-    LIST]."""
+    """Return the turn-th piece of the rows' lists: target ids, -1 for none, and draft logits, [ROWS, LIST] each."""
     place = turn * LIST + tl.arange(0, LIST)[None, :]
     listed = drafted[:, None] & (place < draft.width)
     ids = draft.token_ids + draft_row[:, None] * draft.token_ids_stride + place
@@ -218,14 +213,14 @@ def load_lists(draft, draft_row, drafted, turn, LIST: tl.constexpr):
 
 @triton.jit
 def with_target(logits, ids, y, num_columns):
-    """Return a piece of one row's list: target ids, -1 where none counts, the logits of target and draft: [LIST]."""
+    """Return a piece of one row's list: target ids, -1 for invalid ones, logits of target and draft: [LIST] each."""
     listed = (ids >= 0) & (ids < num_columns)
     return tl.where(listed, ids, -1).to(tl.int32), load_logits(logits + ids, listed), y
 
 
 @triton.jit
 def load_piece(logits, draft, draft_row, width, num_columns, turn, LIST: tl.constexpr):
-    """Return the turn-th piece of a row's list, as `with_target` has it; `width` 0: nothing is listed."""
+    """Return the turn-th piece of a row's list in the form of `with_target`; `width` 0 is an empty list."""
     place = turn * LIST + tl.arange(0, LIST)
     listed = place < width
     ids = tl.load(draft.token_ids + draft_row * draft.token_ids_stride + place, mask=listed, other=-1)
@@ -235,7 +230,7 @@ def load_piece(logits, draft, draft_row, width, num_columns, turn, LIST: tl.cons
 
 @triton.jit
 def piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP64: tl.constexpr):
-    """max(weight p - q, 0) [LIST] of the ids of a piece of a list."""
+    """Return max(weight p - q, 0) [LIST] for the ids of a piece of a list."""
     ids, x, y = piece
     residual = token_masses(x, top, temperature, p_share, USE_FP64)
     residual -= token_masses(y, draft_top, temperature, q_share, USE_FP64)
@@ -244,8 +239,7 @@ def piece_residual(piece, temperature, top, p_share, draft_top, q_share, USE_FP6
 
 @triton.jit
 def with_listed(masses, column, group, ids, listed):
-    """Return the masses [GROUP] of a group's tokens, those of the distinct ids [LIST] replaced, one after another: few
-    lie in one group."""
+    """Return the masses [GROUP] of a group's tokens with those of the distinct ids [LIST] replaced, one at a time."""
     GROUP: tl.constexpr = masses.shape[0]
     ids = tl.where((ids >= 0) & (ids // GROUP == group), ids, NO_INDEX)
     lowest = tl.min(ids, 0)
@@ -261,7 +255,7 @@ def draw_residual_of_list(
     logits,
     draft,
     draft_row,
-    first,  # the first piece of the row's list, or None where it is still to be loaded
+    first,  # first piece of the row's list, or None to load it
     num_columns,
     temperature,
     top,
@@ -275,8 +269,7 @@ def draw_residual_of_list(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draw from max(weight p - q, 0) for q on a list of distinct ids: as `draw_residual`, but one group a
-    turn."""
+    """Sample from max(weight p - q, 0) for q on a list of distinct ids: `draw_residual` with one group per turn."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], 0, tl.int32)
     kept = compute_type(tl.zeros([GROUP], tl.float32), USE_FP64)

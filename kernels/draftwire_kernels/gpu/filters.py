@@ -1,15 +1,15 @@
-"""min-p, top-k and top-p as one threshold on the logits of a row, searched for without a sort.
+"""min-p, top-k and top-p as one threshold on the logits of a row, found without sorting.
 
-Each filter keeps the logits from some value on: min-p those whose score reaches log min_p, top-k from the largest value
-that k logits reach, top-p (of what the others keep) from the largest value from which on the mass reaches top_p. The
-last two are found between one value that reaches what is needed and one that fails. A look at the row takes the sums
-from three values between on: in the first looks these part the values evenly, then the bits of the logits' type, which
-order like integers, so that equal logits stay or go together. When few logits lie between, they are gathered, and the
-search goes on among them, until there is one or none.
+Each filter keeps the logits above a threshold: min-p those whose score is at least log min_p, top-k those of at least
+the largest value that k logits reach, top-p (after the others) those of at least the largest value whose tail mass
+reaches top_p. The last two thresholds are searched between a value that suffices and one that does not. One look at
+the row sums the tails of three values in between: in the first looks they divide the values evenly, later the bits of
+the logits' type, which are ordered like integers, so that equal logits are kept or removed together. When few logits
+remain in between, they are gathered, and the search continues among them until at most one is left.
 
-A program takes a row, which stays in the second-level cache from look to look while the rows in work fit there. It
-reads tiles [THREADS, TURNS, VECTOR], VECTOR being 16 bytes of logits, so that a thread adds up what it holds by itself.
-What is gathered other threads read: each look ends in a reduction over all threads, and each gathering in a barrier.
+A program processes a row, which stays in the second-level cache between looks if the rows in progress fit. It reads
+tiles [THREADS, TURNS, VECTOR], VECTOR being 16 bytes of logits, so that each thread sums its own values. Gathered
+values are read by other threads: each look ends with a reduction over all threads, each gathering with a barrier.
 """
 
 import torch
@@ -23,7 +23,7 @@ from draftwire_kernels.reference.layout import Layout
 from draftwire_kernels.transfer import upload
 
 THREADS, HELD, BYTES = 512, 16, 16
-"""Of a program; logits that each holds at a time, and bytes that it loads at once."""
+"""Threads of a program, logits per thread and tile, and bytes per load."""
 MIN_FLOAT = tl.constexpr(1.1754943508222875e-38)
 NAN = tl.constexpr(float("nan"))
 _LOOKS_BY_VALUE = tl.constexpr(3)
@@ -40,7 +40,7 @@ def _order(x):
 
 @triton.jit
 def _float(order, DTYPE: tl.constexpr):
-    """Return the float of an order (see `order_of`), as float32."""
+    """Return the float32 of an order (see `_order`)."""
     width: tl.constexpr = DTYPE.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if width == 16 else tl.int32
     bits = order.to(integer)
@@ -49,7 +49,7 @@ def _float(order, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(logits, start, vocab, TURNS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the logits [THREADS, TURNS, VECTOR] from column `start` on, and their columns; -inf beyond the row."""
+    """Return the logits [THREADS, TURNS, VECTOR] from column `start` on, -inf past the row, and their columns."""
     turn = tl.arange(0, TURNS)[None, :, None] * (THREADS * VECTOR)
     column = start + turn + tl.arange(0, THREADS)[:, None, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     return tl.load(logits + column, mask=column < vocab, other=-INFINITY), column
@@ -87,7 +87,7 @@ def _look(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return the counts from each of three values on, then the masses; the counts again unless BY_MASS."""
+    """Return the number of logits of at least each of three values, and with BY_MASS their masses, else the counts."""
     from_low = tl.zeros([THREADS], tl.float32)
     from_middle = tl.zeros([THREADS], tl.float32)
     from_high = tl.zeros([THREADS], tl.float32)
@@ -113,7 +113,7 @@ def _look(
 
 @triton.jit
 def _closer(reaches, count, fails, above, sum_above, order, count_there, sum_there, needed):
-    """Update the search after a look at `order`: the orders that reach and fail, with both counts and the sum from
+    """Update the search after a look at `order`: the orders that suffice and fail, their counts, and the sum of
     `fails`."""
     is_reached = sum_there >= needed
     rises, falls = is_reached & (order > reaches), ~is_reached & (order < fails)
@@ -124,9 +124,8 @@ def _closer(reaches, count, fails, above, sum_above, order, count_there, sum_the
 
 @triton.jit
 def _gather(source, memory, size, vocab, low, end, TURNS: tl.constexpr, LANES: tl.constexpr):
-    """Move the logits from `low` on that do not reach `end`, but for those of -inf, to the front of `memory`, -inf
-    behind them; the number of places they take, whole tiles. Each of LANES columns moves up by itself, so `memory` may
-    be `source`."""
+    """Move finite logits in [low, end) to the front of `memory`, padded with -inf; return the number of places, whole
+    tiles. Each of LANES columns is compacted separately, so `memory` may be `source`."""
     lane = tl.arange(0, LANES)
     length = tl.zeros([LANES], tl.int32)
     for start in range(0, size, TURNS * LANES):
@@ -151,25 +150,25 @@ def _search(
     memory,  # [vocab], may be `source`
     size,  # of `source`: `vocab`, or whole tiles
     vocab,
-    reaches,  # order that reaches what is needed, or the result where none does
-    count,  # of the logits from it on, but for those of -inf
+    reaches,  # order that suffices, or the result if none does
+    count,  # of the finite logits of at least `reaches`
     fails,
-    needed,  # BY_MASS: share of the mass from `reaches` on
-    bottom,  # where the first looks begin, if that is above `reaches`
+    needed,  # with BY_MASS the share of the mass of `reaches`
+    bottom,  # where the first looks begin, if above `reaches`
     top,
     inverse,
-    keeps_above,  # gather all from `reaches` on, not only what is in question
+    keeps_above,  # gather all logits of at least `reaches`, not only those below `fails`
     BY_MASS: tl.constexpr,
     TURNS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return the last order that reaches what is needed, or that of the smallest logit from there on; the count from it
-    on; and where all logits from it on are, if `keeps_above`, and the size of that."""
+    """Return the highest order that suffices (or of the smallest logit above it), the count of at least that order, and
+    with `keeps_above` the memory and size of all logits of at least that order."""
     dtype: tl.constexpr = source.dtype.element_ty
-    above, sum_above = count * 0, count * 0  # from `fails` on; beyond +inf, where there is none, that is a NaN
-    count_aside, sum_aside = count * 0, count * 0  # from `fails` on as it was when `source` was gathered
-    limit = count * 0 + size  # an eighth of it is gathered
+    above, sum_above = count * 0, count * 0  # of `fails`, a NaN if past +inf
+    count_aside, sum_aside = count * 0, count * 0  # of `fails` when `source` was gathered
+    limit = count * 0 + size  # gather when an eighth remains
     turn = 0
     while (fails - reaches > 1) & (count - above > 1):
         remaining = tl.where(keeps_above, count, count - above)
@@ -231,7 +230,7 @@ def _threshold(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return the smallest logit that the filters keep; -inf where they keep all, or the row has a NaN."""
+    """Return the smallest logit that the filters keep; -inf if they keep all, or if the row has a NaN."""
     dtype: tl.constexpr = logits.dtype.element_ty
     threshold = tl.full([], -INFINITY, tl.float32)
     largest = tl.full([THREADS], -INFINITY, tl.float32)
@@ -244,11 +243,11 @@ def _threshold(
         sums += _by_thread(tl.where(x > -INFINITY, x, 0.0))
         finite += _by_thread(tl.where(x > -INFINITY, 1.0, 0.0))
     most = maximum_or_nan(largest, 0)
-    most = tl.where(most == 0, 0.0, most)  # -0 reaches the order behind its own, which is that of 0
+    most = tl.where(most == 0, 0.0, most)  # -0 is equal to 0, whose order is higher
     if most > -INFINITY:
         top = tl.minimum(most, MAX_FLOAT)
         count = tl.sum(finite, 0)
-        inverse = tl.maximum(inverse_of(temperature), MIN_FLOAT)  # times -inf it is -inf
+        inverse = tl.maximum(inverse_of(temperature), MIN_FLOAT)  # positive, because 0 * -inf is NaN
         if log_min_p > -INFINITY:
             lowest = tl.full([THREADS], INFINITY, tl.float32)
             kept = tl.zeros([THREADS], tl.float32)
@@ -268,7 +267,7 @@ def _threshold(
                 TURNS, THREADS, VECTOR,
             )  # fmt: skip
         if top_p < 1:
-            # All that lies lower has too little mass to matter.
+            # Lower logits have too little mass to matter.
             bottom = top - tl.log2(count / (1 - top_p)) / inverse
             reaches, count, source, size = _search(
                 source, memory, size, vocab, reaches, count, fails, top_p, bottom, top, inverse, False, True,
@@ -309,8 +308,10 @@ def filter_kernel(
 
 
 def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> Tensor:
-    """Filter logits as `reference.filters.apply_filters`. Parameters on the CPU show whether a filter is used; the host
-    does not wait for parameters on the device."""
+    """Filter logits like `reference.filters.apply_filters`.
+
+    With parameters on the CPU, nothing is launched if no filter is used. The host does not wait for the device.
+    """
     host = layout.first_row.device
     temperature = sampling.temperature.to(host)
     off = torch.zeros_like(temperature)

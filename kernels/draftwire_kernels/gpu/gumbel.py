@@ -1,4 +1,4 @@
-"""Gumbel-max sampling: one launch; the last program of a row looks at the groups that can still win."""
+"""Gumbel-max sampling in one launch; the last program of a row evaluates the groups that can still win."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def gumbel_kernel(
     split = tl.program_id(0) % SPLITS
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     logits += row * logits_stride
-    x = load_tile(logits, split, vocab, TILE, GROUP, LINE)  # first of all, since it takes longest to arrive
+    x = load_tile(logits, split, vocab, TILE, GROUP, LINE)  # first, because this load takes longest
     temperature = tl.load(temperature_ptr + row)
     offset = same_offset if draft_offset is None else tl.load(draft_offset + row)
     row_key, row_position = tl.load(key + row), tl.load(position + row)

@@ -1,4 +1,4 @@
-"""The launches of the sampling kernels: their buffers and compile-time constants."""
+"""Launches of the sampling kernels: buffers and compile-time constants."""
 
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ from draftwire_kernels.noise import GROUP
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 SAME_IN_ALL_THREADS: dict[str, Any] = {"enable_fp_fusion": False}
-"""Many threads hold the result of a reduction. If a product were fused into its first addition, of which each thread
-has another half, the copies would differ in the last bit, and a branch on them would diverge."""
+"""Many threads hold the result of a reduction. Fusing a product into its first addition, where threads have different
+halves, would make the copies differ in the last bit, and a branch on them would diverge."""
 
 MAX_WAVES = 24
-"""Bits that `gpu.batch` has for the waves of a request."""
+"""Bits for the waves of a request in `gpu.batch`."""
 
 
 def _power(count: int) -> int:
@@ -29,14 +29,13 @@ def _power(count: int) -> int:
 
 
 def _capacity(count: int) -> int:
-    """Return the compile-time room for `count` entries: one, or one size for all small numbers, so that one kernel
-    serves them."""
+    """Return the compile-time size for `count` entries: one, or the same size for all small numbers, to share a
+    kernel."""
     return 1 if count == 1 else max(_power(count), 8)
 
 
 def _aligned(count: int) -> int:
-    """Round a number of 4-byte words up to a multiple of 16 bytes: kernels are compiled again for unaligned
-    pointers."""
+    """Round 4-byte words up to a multiple of 16 bytes, because kernels are recompiled for unaligned pointers."""
     return -(-count // 4) * 4
 
 
@@ -134,10 +133,10 @@ def rejection_sample(
 
 
 class _VerifyPlan(NamedTuple):
-    """The division of work among the verifying kernels."""
+    """The division of work of the verification kernels."""
 
     first: Tuning
-    second: Tuning  # of the tests of block verification
+    second: Tuning  # for the tests of block verification
     shape: Shape
     tested: Shape | None  # None without block verification
     wave_rows: int
@@ -181,7 +180,7 @@ def _plan_verify(
 
 
 def _make_scratch(plan: _VerifyPlan, num_requests: int, num_rows: int, device: torch.device) -> Scratch:
-    """Allocate the memory for intermediate results of the verifying kernels."""
+    """Allocate the memory for intermediate results of the verification kernels."""
 
     def buffer(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -270,17 +269,18 @@ def _verify(
 
 
 def _groups(shape: Shape) -> int:
-    """Return the compile-time room for the groups of a row, a few for each lane of a draw."""
+    """Return the compile-time size for the groups of a row, at least a few per lane."""
     return max(_power(shape.num_groups), 4)
 
 
 def _draft_group(draft: Draft, chosen: Tuning) -> int:
-    """Return the groups of dense or reduced draft logits, which the programs of the target row take along."""
+    """Return the group size of dense or reduced draft logits, which the programs of the target's row read."""
     return min(max(_power(draft.width) // chosen.tile, 128), GROUP)
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:
-    """Return the rows of each request. Waits for the device if `cu_rows` lies there, which a graph's capture cannot."""
+    """Return the rows of each request; synchronises if `cu_rows` is on the device, which is not possible in a capture.
+    """
     if cu_rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("cu_rows: got a tensor on the device while a CUDA graph is captured, expected one on the CPU")
     return cu_rows.diff().tolist()

@@ -15,7 +15,7 @@ _TURN_0, _TURN_1, _TURN_2, _TURN_3 = (tl.constexpr(s) for s in definition.TOKEN_
 _CELL = tl.constexpr(2.0**-32)
 _HALF_CELL = tl.constexpr(2.0**-33)
 _LOG_CELLS = tl.constexpr(22.180709777918249)  # log 2**32
-_LEAST_FLOOR = tl.constexpr(2.0**-34)  # cells; below the least uniform in float64, which is 2**-33
+_LEAST_FLOOR = tl.constexpr(2.0**-34)  # cells; below 2**-33, the least uniform in float64
 _MOST_LEAD = tl.constexpr(2.0**17)  # one over the root of _LEAST_FLOOR
 _MAX_UNIFORM32 = tl.constexpr(definition.MAX_UNIFORM32)
 _MAX_UNIFORM64 = tl.constexpr(definition.MAX_UNIFORM64)
@@ -23,7 +23,7 @@ _MAX_UNIFORM64 = tl.constexpr(definition.MAX_UNIFORM64)
 
 @triton.jit
 def mix64(x):
-    """SplitMix64's finaliser of uint64 words."""
+    """Apply SplitMix64's finaliser to uint64 words."""
     x = (x ^ (x >> _SHIFT_0)) * _MIX_0
     x = (x ^ (x >> _SHIFT_1)) * _MIX_1
     return x ^ (x >> _SHIFT_2)
@@ -31,7 +31,7 @@ def mix64(x):
 
 @triton.jit
 def row_state(key, position, offset):
-    """uint64 state of a noise row; the arguments are integers."""
+    """Return the uint64 state of a noise row from integers."""
     state = mix64(key.to(tl.uint64) + _GOLDEN)
     state = mix64(state + (position.to(tl.uint64) + 1) * _GOLDEN)
     return mix64(state + (offset.to(tl.uint64) + 1) * _OFFSET)
@@ -45,15 +45,15 @@ def group_state(state):
 
 @triton.jit
 def token_words(state, ids):
-    """uint32 hash of uint32 token ids under a row's state."""
+    """Return the uint32 hash of uint32 token ids under a row's state."""
     x = ids ^ state.to(tl.uint32)
     return _mixed(x ^ (x >> _TURN_0), state)
 
 
 @triton.jit
 def neighbour_words(state, base, offsets, lines):
-    """`token_words` of the uint32 ids base ^ offsets ^ lines, for both below 2**17: the first shift of the hash shifts
-    them out, so that a base takes it once for all of them."""
+    """Return `token_words` of the uint32 ids base ^ offsets ^ lines, with offsets and lines below 2**17: the hash's
+    first shift removes these bits, so it is computed once per base."""
     x = base ^ state.to(tl.uint32)
     return _mixed((x ^ (x >> _TURN_0)) ^ offsets ^ lines, state)
 
@@ -70,21 +70,20 @@ def _mixed(x, state):
 
 @triton.jit
 def uniform_floor(words):
-    """At most about the uniform of the words, in float32 or float64 (rounding: 1 in 2**23), in cells of 2**-32."""
+    """Return a lower bound of the uniform of the words, up to rounding (1 in 2**23), in cells of 2**-32."""
     return words.to(tl.float32)
 
 
 @triton.jit
 def log_floor(cells):
-    """Return the logarithm of a floor that is in cells. The word 0 has the floor 0, and still a bound that is
-    finite."""
+    """Return the logarithm of a floor in cells; finite for the word 0, whose floor is 0."""
     return tl.log(tl.maximum(cells, _LEAST_FLOOR)) - _LOG_CELLS
 
 
 @triton.jit
 def log_lead(lead):
-    """Return the logarithm of a root of exp(score) / u, u in cells, plus what the cells take from it. The word 0 makes
-    the root infinite, or NaN where the score is -inf, and still has a logarithm that is finite."""
+    """Return half the logarithm of exp(score) / u from its root with u in cells; finite for the word 0, whose root is
+    infinite, or NaN for a score of -inf."""
     return tl.log(tl.minimum(lead, _MOST_LEAD)) + 0.5 * _LOG_CELLS
 
 
@@ -110,7 +109,7 @@ def accept_uniform(key, position, offset, USE_FP64: tl.constexpr):
 
 @triton.jit
 def exponential(u):
-    """-log1p(-u), by Kahan's correction of the rounding of 1 - u."""
+    """Return -log1p(-u), with Kahan's correction of the rounding of 1 - u."""
     rest = 1.0 - u
     lost = 1.0 - rest
     return tl.where(lost > 0, -tl.log(rest) * (u / tl.where(lost > 0, lost, 1.0)), u)
@@ -118,7 +117,7 @@ def exponential(u):
 
 @triton.jit
 def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
-    """-log(-log1p(-u)) of uint32 token ids."""
+    """Return the Gumbel noise -log(-log1p(-u)) of uint32 token ids."""
     words = token_words(state, ids)
     if USE_FP64:  # noqa: SIM108
         u = uniform64(words, token_words(mix64(state + _GOLDEN), ids))
@@ -130,6 +129,6 @@ def gumbel_noise(state, ids, USE_FP64: tl.constexpr):
 @triton.jit
 def gumbel_ceiling(words):
     """Return an upper bound of the words' noise, up to rounding, in float32 or float64."""
-    words -= words >> 24  # so that no float is above its word: near 1 the noise falls ever faster
+    words -= words >> 24  # so that no float exceeds its word; near 1 the noise is steep
     floor = tl.maximum(uniform_floor(words), _LEAST_FLOOR) * _CELL
     return -tl.log(exponential(tl.minimum(floor, _MAX_UNIFORM32)))

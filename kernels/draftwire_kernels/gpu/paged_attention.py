@@ -1,11 +1,11 @@
-"""Attention over a paged cache, and the writing of the batch's rows into it.
+"""Attention over a paged cache, which also writes the batch's rows into the cache.
 
-An item of work is a tile of BLOCK_M pairs (row, head) of one sequence that share a key-value head, so that grouped
-heads read the context once, and a share of the cached context; the last share takes the batch's own rows as well. A
-second launch combines the shares of sequences that have several (online softmax: Milakov and Gimelshein, 1805.02867;
-split context: Flash-Decoding, Dao et al., 2023). New keys and values are read where the model left them: writing them
-into the cache needs no launch before this one. Grids depend on bounds that the host knows; what only the device knows
-decides loop bounds and early exits.
+A work item is a tile of BLOCK_M pairs (row, head) of one sequence that share a key-value head, so that grouped heads
+read the context once, and a share of the cached context; the last share also has the batch's own rows. A second launch
+combines the shares of sequences with several (online softmax: Milakov and Gimelshein, 1805.02867; split context:
+Flash-Decoding, Dao et al., 2023). New keys and values are read from the model's output, so no earlier launch needs to
+write them into the cache. Grids depend on bounds known to the host; values on the device determine loop bounds and
+early exits.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Heads(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """`RaggedBatch` as the kernels see it."""
+    """The tensors of a `RaggedBatch`."""
 
     slot_mapping: Any  # [T] int64
     cu_rows: Any  # [B + 1] int32
@@ -37,18 +37,18 @@ class Sequences(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What the S shares of each row leave."""
+    """Results of the S shares of each row."""
 
-    sums: Any  # [rows, H, S, Dv] float32, weighted values
+    sums: Any  # [rows, H, S, Dv] float32, sums of weighted values
     tops: Any  # [rows, H, S] float32, largest scores in units of log 2
     masses: Any  # [rows, H, S] float32, sums of the weights
 
 
 class Division(NamedTuple):
-    """How the context of a sequence is divided into shares; of its own length and these bounds alone."""
+    """How the context of a sequence is divided into shares, depending only on its length and these bounds."""
 
     most_shares: Any
-    fill: Any  # shares, unless they were larger than most_steps
+    fill: Any  # number of shares, unless a share would exceed most_steps
     most_steps: Any  # of BLOCK_N rows
 
 
@@ -66,8 +66,7 @@ def _divide(division, start, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _find(cu_rows, num_sequences, place, ROWS: tl.constexpr, BLOCK_B: tl.constexpr):
-    """Return the sequence of a row; with ROWS > 1 of a tile of so many rows: cu_rows[b] // ROWS + b of them lie before
-    b's."""
+    """Return the sequence of a row; with ROWS > 1 of a tile of ROWS rows: cu_rows[b] // ROWS + b tiles precede b's."""
     sequences = tl.arange(0, BLOCK_B)
     before = tl.load(cu_rows + sequences, mask=sequences < num_sequences, other=FAR)
     if ROWS > 1:
@@ -77,7 +76,7 @@ def _find(cu_rows, num_sequences, place, ROWS: tl.constexpr, BLOCK_B: tl.constex
 
 @triton.jit
 def _load(rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[N, BLOCK] of pointers [N]; zero where not inside. With inside None all are."""
+    """Load [N, BLOCK] from pointers [N]; zero for rows that are not inside (None: all are)."""
     d = tl.arange(0, BLOCK)[None, :]
     if inside is None and SIZE == BLOCK:
         loaded = tl.load(rows[:, None] + d)
@@ -92,7 +91,7 @@ def _load(rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(top, mass, acc, q, k, v, seen, scale, softcap):
-    """Compute one step of the online softmax over keys of which queries see `seen`, or all if None."""
+    """Compute one step of the online softmax with keys masked by `seen` (None: no mask)."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if softcap is None:
         to_log2 = scale * LOG2_E
@@ -102,7 +101,7 @@ def _weigh(top, mass, acc, q, k, v, seen, scale, softcap):
     if seen is not None:
         scores = tl.where(seen, scores, -INFINITY)
     new_top = tl.maximum(top, tl.max(scores, 1) * to_log2)
-    base = tl.where(new_top == -INFINITY, 0.0, new_top)  # of a row that has seen nothing yet
+    base = tl.where(new_top == -INFINITY, 0.0, new_top)  # for rows without any keys so far
     weights = tl.exp2(scores * to_log2 - base[:, None])
     fade = tl.exp2(top - base)
     mass = mass * fade + tl.sum(weights, 1)
@@ -116,7 +115,7 @@ def _attend_cached(
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to rows begin .. end - 1 of the sequence, of those cached before `start`."""
+    """Attend to the cached rows begin .. end - 1 of the sequence, which end before `start`."""
     n = begin + tl.arange(0, BLOCK_N)
     block = tl.load(table + n // BLOCK_SIZE, mask=n < start, other=0)
     for _ in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -126,7 +125,7 @@ def _attend_cached(
             slot = slot.to(tl.int64)
         k = _load(keys + slot * (KV_HEADS * D), cached, D, BLOCK_D)
         v = _load(values + slot * (KV_HEADS * DV), cached, DV, BLOCK_DV)
-        # A step ahead: were it loaded in its own step, the pipeline of keys and values would be that much shorter.
+        # One step ahead, which lengthens the pipeline of keys and values.
         block = tl.load(table + (n + BLOCK_N) // BLOCK_SIZE, mask=n + BLOCK_N < start, other=0)
         seen = cached[None, :]
         if window is not None:
@@ -142,7 +141,7 @@ def _attend_new(
     MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to new rows begin .. end - 1 of the sequence; without MASKED every query sees them."""
+    """Attend to new rows begin .. end - 1 of the sequence, causally with MASKED."""
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         n = first + tl.arange(0, BLOCK_N)
         inside = None
@@ -177,8 +176,7 @@ def _clear(out, first_row, num_rows, head, KV_HEADS: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _shared_row(sequence, first_row, rows_each, row):
-    """Return where a sequence's row lies in `Shares`: there are rows_each of every sequence, or if that is 0 the
-    batch's."""
+    """Return the index of a sequence's row in `Shares`, with rows_each rows per sequence, or with 0 the batch's."""
     return row + (first_row.to(tl.int64) if rows_each == 0 else sequence.to(tl.int64) * rows_each)
 
 
@@ -197,12 +195,12 @@ def attention_kernel(
     tables_stride,
     num_rows,
     num_sequences,
-    least_rows,  # sequences of fewer or more rows than these belong to another launch
+    least_rows,  # sequences with fewer or more rows belong to another launch
     most_rows,
     most_shares,
     fill,
     most_steps,
-    shares,  # or None: one share
+    shares,  # None for one share
     rows_each,
     scale,
     window,
@@ -218,17 +216,19 @@ def attention_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
-    BLOCK_NEW: tl.constexpr,  # holds all new rows of a sequence if ALL_NEW, else those of a tile
-    ALL_NEW: tl.constexpr,
-    CAUSAL: tl.constexpr,  # without it, and with ANCHORED, ALL_NEW
+    BLOCK_NEW: tl.constexpr,  # at least the new rows of a sequence with ALL_NEW, else those of a tile
+    ALL_NEW: tl.constexpr,  # required without CAUSAL and with ANCHORED
+    CAUSAL: tl.constexpr,
     ANCHORED: tl.constexpr,
     SEARCHED: tl.constexpr,
-    WIDE: tl.constexpr,  # the cache or the batch has more elements than 32 bits count
+    WIDE: tl.constexpr,  # indices of the cache or the batch exceed 32 bits
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attend to a share of a sequence's context. Grid: sequences (with SEARCHED tiles of all) * KV_HEADS, tiles,
-    shares."""
+    """Attend to a share of a sequence's context.
+
+    The grid is sequences (with SEARCHED tiles of all sequences) * KV_HEADS, tiles, shares.
+    """
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -236,7 +236,7 @@ def attention_kernel(
     HEADS: tl.constexpr = KV_HEADS * GROUP
     sequence = tl.program_id(0) // KV_HEADS
     head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
-    # Backwards: the last tiles of a prompt see the most, and shares other than the first belong to long sequences.
+    # Backwards, because the last tiles of a prompt have most keys, and later shares belong to long sequences.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     share = tl.num_programs(2) - 1 - tl.program_id(2)
     if SEARCHED:
@@ -269,7 +269,7 @@ def attention_kernel(
     value = Heads(value.data + first * value.row_stride + head * value.head_stride, value.row_stride, 0)
     keys += head * D
     values += head * DV
-    if ALL_NEW:  # few rows, loaded before the context so that nothing waits for them
+    if ALL_NEW:  # few rows, loaded early
         new = tl.arange(0, BLOCK_NEW)
         inside = (new < count) & is_last
         k_new = _load(key.data + new * key.row_stride, inside, D, BLOCK_D)
@@ -360,7 +360,7 @@ def combine_kernel(
     AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add up the shares of each row, always in the same order. Grid: rows, parts of heads_each heads."""
+    """Sum the shares of each row in a fixed order. The grid is rows, parts of heads_each heads."""
     row = tl.program_id(0)
     division = Division(most_shares, fill, most_steps)
     sequence = _find(cu_rows, num_sequences, row, 1, BLOCK_B)

@@ -1,4 +1,4 @@
-"""The launches of paged attention."""
+"""Launches of paged attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARES_AT_ONCE = 8
 
 
 class Mask(NamedTuple):
-    """What a row sees, and how its scores are bounded; as of `draftwire_kernels.paged_attention`."""
+    """Mask and soft-cap, see `draftwire_kernels.paged_attention`."""
 
     causal: bool
     anchored: bool
@@ -170,12 +170,12 @@ def _shares(launch: Launch, out: Tensor) -> Shares:
 
 
 def _block(size: int) -> int:
-    """Round a size up to one of few sizes, because each is compiled separately."""
+    """Round a size up to one of few sizes, because kernels are compiled for each."""
     return max(power_of_2(size), 16)
 
 
 def _block_of_sequences(problem: Problem) -> int:
-    """Round a number of sequences up to fewer sizes still: a program reads 64 first rows for the cost of one."""
+    """Round a number of sequences up to one of few sizes; reading 64 first rows costs as much as one."""
     size = 64
     while size < problem.num_sequences:
         size *= 4
@@ -195,5 +195,5 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def overlaps(device: torch.device) -> bool:
-    """Return whether a launch may begin before the one before it has ended: from Hopper on."""
+    """Return whether a launch may begin before the previous one ends (Hopper and newer)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,8 +1,7 @@
-"""One race of all tokens, which `draftwire_kernels.gpu.scan.scan_sampled` has bounded: its exact end.
+"""The exact end of one race of all tokens, with the bounds of `draftwire_kernels.gpu.scan.scan_sampled`.
 
-Every turn takes the group that is bounded highest, and bounds each of its tokens. Of these, one after another, those
-that may still win are looked at exactly, one or two as a rule; the race ends when no bound is left above the best
-score.
+Every turn bounds each token of the group with the highest bound, and computes the exact scores of tokens that may still
+win, usually one or two; the race ends when no bound exceeds the best score.
 """
 
 import triton
@@ -11,19 +10,19 @@ import triton.language as tl
 from draftwire_kernels.gpu.noise import gumbel_noise, log_floor, log_lead, token_words, uniform_floor
 from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, load_logits
 
-MARGIN = tl.constexpr(1e-4)  # over the rounding of a bound, in units of a score
-RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, relative to the size of the score
+MARGIN = tl.constexpr(1e-4)  # above the rounding error of a bound, in units of a score
+RELATIVE_MARGIN = tl.constexpr(2e-6)  # the same, relative to the score
 
 
 @triton.jit
 def compute_type(x, USE_FP64: tl.constexpr):
-    # One return only: a branch on a constant that returns does not end the function for Triton's compiler.
+    # A single return, because for Triton's compiler a return in a constant branch does not end the function.
     return x.to(tl.float64 if USE_FP64 else tl.float32)
 
 
 @triton.jit
 def scale(x, top, temperature, USE_FP64: tl.constexpr):
-    """(x - top) / temperature, at most 0."""
+    """Return (x - top) / temperature, at most 0."""
     if USE_FP64:
         scaled = (x.to(tl.float64) - top.to(tl.float64)) / temperature.to(tl.float64)
     else:
@@ -55,14 +54,14 @@ def race_bounds(largest, lead, top, temperature):
 
 @triton.jit
 def _in_order(bits):
-    """Return an int32 that is ordered as the float32 of these bits, and back."""
+    """Convert the bits of a float32 to an int32 with the same order, or back."""
     return bits ^ ((bits >> 31) & NO_INDEX)
 
 
 @triton.jit
 def packed(bound, index, SIZE: tl.constexpr):
-    """Return an int32 that is ordered as the bounds, whose last bits are rounded up to make room for an index below
-    SIZE (a power of two): one reduction finds the highest bound and where it is."""
+    """Return an int32 with the order of the bounds, rounded up to make room for an index below SIZE (a power of two) in
+    the last bits, so that one reduction finds the highest bound and its index."""
     return (_in_order(bound.to(tl.int32, bitcast=True)) | (SIZE - 1)) ^ index
 
 
@@ -74,14 +73,14 @@ def unpacked(packed, SIZE: tl.constexpr):
 
 @triton.jit
 def highest_of(bound):
-    """Return the highest bound [N], rounded up, and where it is."""
+    """Return the highest of bounds [N], rounded up, and its index."""
     SIZE: tl.constexpr = bound.shape[0]
     return unpacked(tl.max(packed(bound, tl.arange(0, SIZE), SIZE), 0), SIZE)
 
 
 @triton.jit
 def ahead(best, winner, score, token):
-    """Return the better of two tokens, the lower id where their scores are equal."""
+    """Return the better of two tokens, the lower id on ties."""
     is_better = (score > best) | ((score == best) & (token < winner))
     return tl.where(is_better, score, best), tl.where(is_better, token, winner)
 
@@ -98,7 +97,7 @@ def race_of_target(
     USE_FP64: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Draw from softmax(logits / temperature), and return the winning column."""
+    """Sample from softmax(logits / temperature); return the winning column."""
     best = compute_type(tl.full([], -INFINITY, tl.float32), USE_FP64)
     winner = tl.full([], NO_INDEX, tl.int32)
     highest, group = highest_of(bound)

@@ -1,4 +1,4 @@
-"""From the statistics of a request's rows to its emitted tokens."""
+"""Computes a request's emitted tokens from the statistics of its rows."""
 
 from typing import Any, NamedTuple
 
@@ -25,10 +25,10 @@ from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense
 class Rows(NamedTuple):
     """Statistics of up to ROWS consecutive rows of one request, vectors [ROWS] in registers."""
 
-    offset: Any  # place of the row in the request
+    offset: Any  # index of the row in the request
     exists: Any
     drafted: Any  # the row verifies a draft
-    token: Any  # that draft
+    token: Any  # the draft
     logit: Any  # of the target
     top: Any
     mass: Any
@@ -36,28 +36,28 @@ class Rows(NamedTuple):
     draft_mass: Any
     p: Any  # of the draft
     q: Any
-    ended: Any  # the draft is not in the support of its q: no draft counts from here on
+    ended: Any  # the draft is outside of its q's support, which ends the drafts
     uniform: Any
 
 
 class Drafted(NamedTuple):
-    """What is known of the drafts of a wave without its masses, vectors [ROWS]."""
+    """The drafts of a wave, vectors [ROWS]."""
 
-    offset: Any  # place of the row in the request
+    offset: Any  # index of the row in the request
     exists: Any
     drafted: Any  # the row verifies a draft
-    token: Any  # that draft
-    known: Any  # it is a token of the vocabulary
+    token: Any  # the draft
+    known: Any  # the draft is a token of the vocabulary
     logit: Any  # of the target
-    draft_logit: Any  # of dense draft logits; else as `logit`
+    draft_logit: Any  # of dense draft logits; else `logit`
 
 
 class Parts(NamedTuple):
-    """What the programs of a wave have left of its rows."""
+    """Results of a wave's programs for its rows."""
 
     top: Any  # [ROWS, GROUPS], for block verification [ROWS, PARTS]
     mass: Any
-    draft_top: Any  # [ROWS, PARTS], of dense draft logits; else as `top`
+    draft_top: Any  # [ROWS, PARTS], of dense draft logits; else `top`
     draft_mass: Any
 
 
@@ -123,7 +123,7 @@ def load_parts(
 
 @triton.jit
 def _combined(part_top, part_mass, temperature, USE_FP64: tl.constexpr):
-    """Return the maximum and mass [ROWS] of rows from those of their parts [ROWS, PARTS]."""
+    """Return maximum and mass [ROWS] of rows from those of their parts [ROWS, PARTS]."""
     top = maximum_or_nan(part_top, 1)
     return top, tl.sum(compute_type(part_mass, USE_FP64) * exponents(part_top, top[:, None], temperature), 1)
 
@@ -145,8 +145,8 @@ def _of_lists(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Return the largest logit, mass and mass of the draft [ROWS] of rows that list their draft logits; their first
-    piece is loaded."""
+    """Return largest logit, mass and mass of the draft [ROWS] of rows with lists of draft logits; `ids` and `logits`
+    are the first pieces."""
     token = drafted.token[:, None]
     top = maximum_or_nan(logits, 1)
     part = exponents(logits, top[:, None], temperature).to(tl.float64 if USE_FP64 else tl.float32)
@@ -181,7 +181,7 @@ def combine_rows(
     """Return the statistics of the rows of a wave at a temperature above 0."""
     offset = drafted.offset
     draft_top, draft_mass, token_mass = drafted.logit, parts.mass, parts.mass
-    if lists is not None:  # first, while the parts are on their way
+    if lists is not None:  # first, while the parts are being loaded
         draft_top, draft_mass, token_mass = _of_lists(
             draft, drafted, first_draft, lists[0], lists[1], temperature, USE_FP64, LIST, LISTS
         )
@@ -207,7 +207,7 @@ def combine_rows(
 
 @triton.jit
 def row_piece(batch, row, lists, LIST: tl.constexpr):
-    """Return the first piece of a row's list, of `load_lists` for that row alone."""
+    """Return the first piece of a row's list from `load_lists` of only this row."""
     logits = batch.logits + row * batch.logits_stride
     return with_target(logits, tl.reshape(lists[0], [LIST]), tl.reshape(lists[1], [LIST]), batch.vocab)
 
@@ -234,9 +234,10 @@ def draw(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Return the score and token of the draw from row `place` of the request: from the residual of its draft, or from
-    p. `groups` is what the scan left of that row, `piece` the first of its list; None where they are still to be
-    loaded."""
+    """Sample from row `place` of the request, from the residual of its draft or from p; return score and token.
+
+    `groups` are the scan's results for the row, `piece` is the first piece of its list; None to load them.
+    """
     first_row, first_draft, _ = request_rows(batch, request)
     row = first_row + place
     top = at(rows.top, rows.offset, place)
@@ -291,14 +292,14 @@ def resolve(
     scratch,
     request,
     temperature,
-    key,  # of the request's draws
+    key,  # of the request's RESAMPLE stream
     position,  # of its first row
     rows,
-    groups,  # of the wave's only row, or None: see `draw`
-    piece,  # likewise
-    refused,  # [ROWS]: the draft is not accepted
-    accepted,  # number of accepted drafts to start from
-    end,  # rows from here on belong to later waves
+    groups,  # of the wave's only row, or None, see `draw`
+    piece,  # the same
+    refused,  # [ROWS], whether the draft is rejected
+    accepted,  # accepted drafts so far
+    end,  # the next wave's first row
     METHOD: tl.constexpr,
     HAS_DRAFT_LOGITS: tl.constexpr,
     USE_FP64: tl.constexpr,
@@ -307,11 +308,11 @@ def resolve(
     LIST: tl.constexpr,
     LISTS: tl.constexpr,
 ):
-    """Draw the token after the accepted drafts; return their number, the token, and whether the wave has decided (else
-    every draft of it is accepted).
+    """Sample the token after the accepted drafts; return the number of accepted drafts, the token, and whether the wave
+    has decided (otherwise all of its drafts are accepted).
 
-    A residual without float mass counts as acceptance (for "synthetic": p stands in), so the draw may move on.
-    "coupled" draws in every row and moves on while the draw equals the draft.
+    A residual without mass in floating point counts as acceptance (for "synthetic", p replaces it), which continues
+    with a later row. "coupled" samples in every row and continues while the token equals the draft.
     """
     _, _, num_drafts = request_rows(batch, request)
     token = tl.full([], -1, tl.int32)

@@ -1,21 +1,21 @@
-"""One pass over a row of logits, and what it keeps of each group of neighbouring tokens for the program that draws.
+"""One pass over a row of logits, which stores results per group of neighbouring tokens for the sampling program.
 
-- `scan_groups`: the largest logit and the mass relative to it. Verification needs no more: it draws a group by its
-  mass, then a token of that group (`draftwire_kernels.gpu.draw`), so that no noise is made for what is not drawn from.
-- `scan_masses`: the same for each of a program's TILE parts of a row, where only the mass of the row counts: that of
-  dense q, and all rows in the first launch of block verification.
-- `scan_sampled`: a bound of every token's race, where one race decides among all tokens: `gumbel_sample` and "coupled".
-  Token x arrives at E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is at least its
-  uniform u, so exp(score) / u is no less than one over the arrival, without a logarithm. The pass keeps each group's
-  largest root of it: one over the root of u is one instruction, which a division is not. `draftwire_kernels.gpu.race`
-  looks exactly at the few groups that can still win. The bound holds for float32 and float64 noise alike.
-- `scan_tops`: the largest logit alone, where there are no masses to be had at temperature 0.
+- `scan_groups`: the largest logit and the mass relative to it. Verification samples a group by its mass, then a token
+  of the group (`draftwire_kernels.gpu.draw`), so noise is computed only for groups and one group's tokens.
+- `scan_masses`: the same for each of a program's TILE parts of a row, for rows of which only the mass is needed: dense
+  q, and all rows in the first launch of block verification.
+- `scan_sampled`: bounds for one race of all tokens: `gumbel_sample` and "coupled". Token x arrives at
+  E(x) / exp(score(x)), E being exponential noise, and the first to arrive wins. E is at least its uniform u, so
+  exp(score) / u is an upper bound of one over the arrival that needs no logarithm. The pass stores the largest square
+  root of the bound in each group, because one over the root of u is one instruction, in contrast to a division.
+  `draftwire_kernels.gpu.race` evaluates the few groups that can still win. The bound is valid for float32 and float64.
+- `scan_tops`: only the largest logit, at temperature 0.
 - `scan_residual`: masses of max(weight p - q, 0) for block verification.
 
-A program takes TILE groups at a time; program `split` of SPLITS takes every SPLITS-th tile. A tile is
-[TILE, GROUP // LINE, LINE] tokens, LINE being what a warp loads with 16 bytes a thread (128 tokens in float32, 256 in
-16 bits), so that a group lies in one warp: first each thread reduces what it holds, then the warp, which stores the
-result itself. The warps of a program do not wait for each other before its end.
+A program processes TILE groups at a time; program `split` of SPLITS processes every SPLITS-th tile. A tile is
+[TILE, GROUP // LINE, LINE] tokens, LINE being the tokens that a warp loads with 16 bytes per thread (128 in float32,
+256 in 16 bits), so that a group is in one warp: each thread reduces its values, then the warp reduces and stores the
+result. The warps of a program do not synchronise before its end.
 """
 
 import triton
@@ -28,8 +28,8 @@ MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 NO_INDEX = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_SCORE = tl.constexpr(-300.0)  # 2 to this is 0
-_RESIDUAL_MARGIN = tl.constexpr(1e-4)  # over the rounding of a probability, relative to it
-_RELATIVE_MARGIN = tl.constexpr(2e-6)  # likewise, for each unit of its score
+_RESIDUAL_MARGIN = tl.constexpr(1e-4)  # above the relative rounding error of a probability
+_RELATIVE_MARGIN = tl.constexpr(2e-6)  # the same, per unit of the score
 
 
 @triton.jit
@@ -39,13 +39,13 @@ def _larger_or_nan(a, b):
 
 @triton.jit
 def maximum_or_nan(x, axis: tl.constexpr):
-    """Return the maximum along an axis; NaN if there is one."""
+    """Return the maximum along an axis; NaN if any is NaN."""
     return tl.reduce(x, axis, _larger_or_nan)
 
 
 @triton.jit
 def load_logits(pointers, mask):
-    """Load float32 logits, -inf outside the mask, +inf as the largest finite value."""
+    """Load float32 logits, -inf outside of the mask, +inf as the largest finite value."""
     x = tl.load(pointers, mask=mask, other=-INFINITY).to(tl.float32)
     return tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
 
@@ -63,7 +63,7 @@ def load_dense_draft(draft_logits, column_of, column, mask):
 
 @triton.jit
 def exponents(x, top, temperature):
-    """exp((x - top) / temperature), 0 where everything is -inf."""
+    """Return exp((x - top) / temperature), 0 if top is -inf."""
     top = tl.where(top == -INFINITY, 0.0, top)
     return tl.exp2((x - top) * tl.minimum(LOG2_E / temperature, MAX_FLOAT))
 
@@ -78,10 +78,10 @@ def tile_columns(tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constex
 
 @triton.jit
 def load_tile(logits, tile, num_columns, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr):
-    """Load float32 logits of a tile, -inf beyond the row; only the row's last tile pays for the mask."""
+    """Load float32 logits of a tile, -inf past the row; only the row's last tile uses a mask."""
     first = tile * (TILE * GROUP)
     logits += first.to(tl.int64)
-    column = tile_columns(tile * 0, TILE, GROUP, LINE)  # of the tile: constants, which loads have room for
+    column = tile_columns(tile * 0, TILE, GROUP, LINE)  # relative to the tile, so that loads have constant offsets
     if first + TILE * GROUP <= num_columns:
         x = tl.load(logits + column)
     else:
@@ -100,7 +100,7 @@ def tile_words(state, tile, TILE: tl.constexpr, GROUP: tl.constexpr, LINE: tl.co
 
 @triton.jit
 def group_maximum(x):
-    """Return the maximum [TILE] of the groups of a tile; NaN if there is one."""
+    """Return the maximum [TILE] of the groups of a tile; NaN if any is NaN."""
     return maximum_or_nan(maximum_or_nan(x, 1), 1)
 
 
@@ -111,8 +111,8 @@ def group_sum(x):
 
 @triton.jit
 def store_groups(pointers, group, num_groups, values):
-    """Store a number [TILE] for each group. They are made as wide as a warp, of which the first thread writes: so each
-    warp stores what it has, where a narrow tensor would go through shared memory and two barriers."""
+    """Store a number [TILE] for each group, broadcast to a warp whose first thread writes: a narrow tensor would go
+    through shared memory and two barriers."""
     TILE: tl.constexpr = values.shape[0]
     thread = tl.arange(0, 32)[None, :]
     wide = tl.broadcast_to(values[:, None], [TILE, 32])
@@ -121,13 +121,13 @@ def store_groups(pointers, group, num_groups, values):
 
 @triton.jit
 def group_tops(x):
-    """Return the largest logits [TILE] of a tile, +inf as the largest finite value; NaN if there is one."""
+    """Return the largest logits [TILE] of a tile, +inf as the largest finite value; NaN if any is NaN."""
     return tl.minimum(group_maximum(x), MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def group_masses(x, inverse):
-    """Return the largest logits [TILE] of a tile and masses relative to them; `inverse` as `inverse_of` has it."""
+    """Return the largest logits [TILE] of a tile and masses relative to them, with `inverse` of `inverse_of`."""
     x = tl.minimum(x, MAX_FLOAT, propagate_nan=tl.PropagateNan.ALL)
     largest = group_maximum(x)
     finite = tl.where(largest == -INFINITY, 0.0, largest)
@@ -136,26 +136,26 @@ def group_masses(x, inverse):
 
 @triton.jit
 def inverse_of(temperature):
-    """1 over the temperature, in units of log 2; finite at temperature 0."""
+    """Return 1 over the temperature, in units of log 2; finite at temperature 0."""
     return tl.minimum(LOG2_E / temperature, MAX_FLOAT)
 
 
 @triton.jit
 def scan_groups(
-    x,  # the program's first tile, on its way
+    x,  # the program's first tile
     logits,  # pointer to the row
     num_columns,
     temperature,
     split,
-    group_top,  # pointers to the row's entries, one a group
+    group_top,  # pointers to the row's entries, one per group
     group_mass,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fill the groups of every SPLITS-th tile with the largest logit and the mass relative to it. At temperature 0
-    masses mean nothing."""
+    """Store largest logit and relative mass of the groups of every SPLITS-th tile; masses are invalid at temperature 0.
+    """
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     inverse = inverse_of(temperature)
@@ -170,7 +170,7 @@ def scan_groups(
 
 @triton.jit
 def scan_masses(
-    x,  # the program's first tile, on its way, or None
+    x,  # the program's first tile, or None
     logits,
     num_columns,
     temperature,
@@ -184,8 +184,7 @@ def scan_masses(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Store the largest logit and the mass relative to it of what each of TILE groups of threads has read of every
-    SPLITS-th tile."""
+    """Store largest logit and relative mass of each of TILE parts of every SPLITS-th tile."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     top = tl.full([TILE], -INFINITY, tl.float32)
     mass = tl.zeros([TILE], tl.float64 if USE_FP64 else tl.float32)
@@ -206,7 +205,7 @@ def scan_masses(
 
 @triton.jit
 def scan_sampled(
-    x,  # the program's first tile, on its way
+    x,  # the program's first tile
     logits,  # pointer to the row
     token_ids,  # pointer to the columns' target ids, or None
     num_columns,
@@ -215,14 +214,14 @@ def scan_sampled(
     position,
     offset,
     split,
-    group_top,  # pointers to the row's entries, one a group
+    group_top,  # pointers to the row's entries, one per group
     group_lead,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fill the groups of every SPLITS-th tile with the largest logit and the largest root of exp(score) / u."""
+    """Store largest logit and largest root of exp(score) / u of the groups of every SPLITS-th tile."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     state = row_state(key, position, offset)
@@ -239,7 +238,7 @@ def scan_sampled(
             column = tile_columns(tile, TILE, GROUP, LINE)
             ids = tl.load(token_ids + column, mask=column < num_columns, other=0)
             words = token_words(state, ids.to(tl.uint32))
-        # Ordered as their bits, since none is negative: of integers one instruction compares three.
+        # Non-negative floats are ordered like their bits, and one instruction compares three integers.
         lead = (root * tl.rsqrt(uniform_floor(words))).to(tl.int32, bitcast=True)
         store_groups(group_lead, group, num_groups, tl.max(tl.max(lead, 1), 1).to(tl.float32, bitcast=True))
         if tile + SPLITS < num_tiles:
@@ -248,7 +247,7 @@ def scan_sampled(
 
 @triton.jit
 def scan_tops(
-    x,  # the program's first tile, on its way
+    x,  # the program's first tile
     logits,
     num_columns,
     split,
@@ -258,7 +257,7 @@ def scan_tops(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fill the groups of every SPLITS-th tile with the largest logit."""
+    """Store the largest logit of the groups of every SPLITS-th tile."""
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     for tile in range(split, num_tiles, SPLITS):
         store_groups(group_top, tile * TILE + tl.arange(0, TILE), tl.cdiv(num_columns, GROUP), group_tops(x))
@@ -268,7 +267,7 @@ def scan_tops(
 
 @triton.jit
 def lowest_argmax(logits, largest, top, num_columns, GROUP: tl.constexpr):
-    """Return the lowest column of a row with the largest logit `top`, from those of its groups [GROUPS]."""
+    """Return the lowest column with the largest logit `top` of a row, given the largest logits of groups [GROUPS]."""
     GROUPS: tl.constexpr = largest.shape[0]
     group = tl.min(tl.where(largest == top, tl.arange(0, GROUPS), GROUPS), 0)
     column = group * GROUP + tl.arange(0, GROUP)
@@ -278,8 +277,8 @@ def lowest_argmax(logits, largest, top, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def residuals(score, p_share, draft_score, q_share):
-    """Return p - q of tokens and its upper bound under rounding, from (logit - top) / temperature in units of log 2 and
-    1 over the masses; with `draft_score` None only p."""
+    """Return p - q of tokens and an upper bound under rounding, given (logit - top) / temperature in units of log 2 and
+    1 over the masses; p if `draft_score` is None."""
     score = tl.maximum(score, _LEAST_SCORE)
     p = tl.exp2(score) * p_share
     above = p * tl.fma(score, -_RELATIVE_MARGIN, 1.0 + _RESIDUAL_MARGIN)
@@ -295,24 +294,23 @@ def residuals(score, p_share, draft_score, q_share):
 @triton.jit
 def scan_residual(
     logits,
-    draft_logits,  # None: the residual is weight p
+    draft_logits,  # None for the residual weight p
     column_of,
     num_columns,
     temperature,
     top,
     p_share,  # weight of p, over the mass of its row
     draft_top,
-    q_share,  # 1 over the mass of q; 0 where the residual is weight p
+    q_share,  # 1 over the mass of q; 0 for the residual weight p
     first_tile,
     step,
-    group_mass,  # pointer to the row's entries, one a group
+    group_mass,  # pointer to the row's entries, one per group
     USE_FP64: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Return the mass [TILE] of max(weight p - q, 0) in every step-th tile; fills its groups with what theirs does not
-    exceed."""
+    """Return the mass [TILE] of max(weight p - q, 0) in every step-th tile; store upper bounds of groups' masses."""
     num_groups = tl.cdiv(num_columns, GROUP)
     inverse = inverse_of(temperature)
     num_draft_columns = tl.where(q_share > 0, num_columns, 0)

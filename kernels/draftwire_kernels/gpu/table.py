@@ -1,4 +1,4 @@
-"""Column of each target id in a reduced vocabulary."""
+"""Computes the column of each target id in a reduced vocabulary."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Writes -inf to the tokens whose bit is 0, in one launch."""
+"""Writes -inf for the tokens whose bit is 0, in one launch."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 4096
-"""Looked at by one program."""
+"""Tokens per program."""
 
 
 @triton.jit(do_not_specialize=["vocab", "words"])

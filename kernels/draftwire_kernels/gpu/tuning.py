@@ -1,33 +1,33 @@
-"""Constants of each kernel by the size of the batch; no choice changes a result."""
+"""Constants of each kernel by batch size; they do not change results."""
 
 from dataclasses import dataclass, replace
 
 import triton
 
 WARPS = 4
-"""Of a program."""
+"""Warps of a program."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     programs: int
-    """Rows are split until a launch has at least so many programs: sixteen for each multiprocessor of an H200."""
+    """Programs per launch up to which rows are split; 2112 are sixteen per multiprocessor of an H200."""
     tile: int = 8
-    """Groups that a program takes at a time, one or more for each warp."""
+    """Groups that a program processes at a time, at least one per warp."""
     wave: int = 1
-    """Rows of a request that are read before its drafts are looked at. Block verification looks at all at once."""
+    """Rows of a request in a wave; block verification reads all rows."""
     registers: int = 80
-    """Most registers of a thread: 24 warps fit on a multiprocessor with 80, 16 with 128."""
+    """Most registers per thread: 24 warps fit on a multiprocessor with 80, 16 with 128."""
     group: int = 512
-    """Tokens that are bounded together where one race decides among all; fixed where groups race first."""
+    """Tokens per group in a race of all tokens; fixed if groups race first."""
 
     def limit(self, is_wide: bool) -> dict[str, int]:
-        """Return the options of a launch. Kernels in float64, and those that gather q through a table, would spill."""
+        """Return the options of a launch; without a limit for kernels in float64 or with a table, which would spill."""
         return {} if is_wide else {"maxnreg": self.registers}
 
 
 _ANY = 1 << 31
-# (largest number of rows for Gumbel sampling, of requests for the others; constants)
+# (most rows for Gumbel sampling, most requests for the others; constants)
 GUMBEL = (
     (16, Tuning(tile=4, programs=1056, registers=96)),
     (63, Tuning(tile=4, programs=264, registers=96)),
@@ -67,11 +67,11 @@ class Shape:
 
     @classmethod
     def of(cls, columns: int, bytes_each: int, rows: int, tuning: Tuning, group: int | None = None) -> "Shape":
-        line = 512 // bytes_each if bytes_each < 4 else 128  # tokens that a warp loads with 16 bytes a thread
+        line = 512 // bytes_each if bytes_each < 4 else 128  # tokens that a warp loads with 16 bytes per thread
         if group is None:
             group = tuning.group if columns >= LARGE_VOCABULARY else max(SMALL_GROUP, line)
         tiles = triton.cdiv(columns, group * tuning.tile)
-        # Powers of two: few kernels are compiled for all sizes of a batch. A third of the programs at most has no tile.
+        # Powers of two, so that few kernels are compiled. At most a third of the programs have no tile.
         wanted = triton.next_power_of_2(triton.cdiv(tuning.programs, max(rows, 1)))
         splits = min(wanted, triton.next_power_of_2(tiles * 3 // 4 + 1), 128)
         return cls(columns, group, line, triton.cdiv(columns, group), splits)

@@ -1,4 +1,4 @@
-"""Verification in one launch: statistics of target and draft rows, and, by the last program of a wave, its decision."""
+"""Verification in one launch: statistics of target and draft rows, and a wave's decision in its last program."""
 
 import triton
 import triton.language as tl
@@ -70,7 +70,7 @@ def verify_kernel(
     is_needless = request < 0
     if WAVES > 1:
         is_needless = is_decided_before(scratch.waves, request, wave)
-    # First of all, since it takes longest to arrive.
+    # First, because this load takes longest.
     num_columns = tl.where(is_needless, 0, batch.vocab)
     x = load_tile(batch.logits + (first_row + offset) * batch.logits_stride, split, num_columns, TILE, GROUP, LINE)
     temperature = tl.load(batch.temperature + request)
@@ -83,7 +83,7 @@ def verify_kernel(
             DRAFT_GROUP, SPLITS, WAVES,
         )  # fmt: skip
 
-    # Loaded by all programs, before one of them knows that it is the last and decides: it waits for less then.
+    # Loaded by all programs before the last one is known, which shortens the wait of the last one.
     drafted = load_drafted(
         batch, draft, first_row, first_draft, num_drafts, begin, count, tokens, HAS_DRAFT_LOGITS, ROWS
     )
@@ -106,7 +106,7 @@ def verify_kernel(
             if LISTS > 0:
                 piece = row_piece(batch, first_row + begin, lists, LIST)
         if WAVES > 1:
-            # Where a program of this wave has left out its row or its draft's, this look sees what it saw.
+            # If a program of this wave has skipped a row, this read sees the same decision.
             is_needless = is_decided_before(scratch.waves, request, wave)
         if is_needless == 0:
             if temperature > 0:
@@ -138,7 +138,7 @@ def verify_kernel(
 
 @triton.jit
 def read_row(
-    x,  # its first tile, on its way
+    x,  # the first tile
     batch,
     draft,
     scratch,
@@ -194,9 +194,9 @@ def read_row(
         scan_groups(x, logits, batch.vocab, temperature, split, group_top, group_mass, TILE, GROUP, LINE, SPLITS)
     if WITH_DRAFT:
         if WAVES > 1:
-            # The draft's row is left out where an earlier wave has decided meanwhile. No result changes, as where
-            # both rows are: a decision that was seen stands, the program that closes this wave sees it as well
-            # and draws nothing, and this wave's own decision is then none that `first_decision` takes.
+            # The draft's row is skipped if an earlier wave has decided in the meantime. As with skipped target rows,
+            # this does not change the result: the program that closes this wave sees the decision as well and samples
+            # nothing, and `first_decision` ignores this wave.
             width = tl.where(is_decided_before(scratch.waves, request, wave), 0, width)
         part = (draft_row * SPLITS + split) * TILE
         scan_masses(
@@ -207,7 +207,7 @@ def read_row(
 
 @triton.jit
 def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
-    """Return which drafts of the wave are refused, and the first of them ("coupled": none, its draws decide)."""
+    """Return which drafts of the wave are rejected, and the first one (none for "coupled", whose samples decide)."""
     if METHOD == "coupled":
         refused = rows.exists == 0
         accepted = begin
@@ -224,11 +224,10 @@ def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
 
 @triton.jit
 def is_final_refusal(rows, refused, METHOD: tl.constexpr, HAS_DRAFT_LOGITS: tl.constexpr):
-    """Return which refusals stand whatever is drawn.
+    """Return which rejections are final, because the residual has mass; without mass they would count as acceptance.
 
-    One without anything left to draw would count as acceptance. Without q there is always something, since a draft that
-    has all the mass is not refused. With q the residual's mass is at least q - p at the draft, and where that is more
-    than `_SURE_MASS` it does not vanish in the rounding of its terms, 1 in 10**6.
+    Without q there is always mass, because a draft with all of the mass is not rejected. With q the residual's mass is
+    at least q - p of the draft; above `_SURE_MASS` it exceeds the rounding error of its terms, 1 in 10**6.
     """
     is_final = refused
     if HAS_DRAFT_LOGITS and METHOD != "synthetic":
@@ -249,8 +248,8 @@ def resolve_greedy(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Resolve at temperature 0: accept drafts while they are the argmax of their row, and emit an argmax. Returns as
-    `resolve`."""
+    """Accept drafts while they are the argmax of their row, and emit an argmax (temperature 0); returns like `resolve`.
+    """
     first_row, first_draft, num_drafts = request_rows(batch, request)
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end

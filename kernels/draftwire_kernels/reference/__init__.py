@@ -1,1 +1,1 @@
-"""Torch reference of every kernel: runs on any device, and serves on the CPU."""
+"""Torch reference of all kernels, for any device; used for serving on the CPU."""

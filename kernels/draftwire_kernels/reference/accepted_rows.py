@@ -1,4 +1,4 @@
-"""A stable sort of a verify step's rows, accepted rows first."""
+"""Gathers the rows of a verify step, accepted rows first, with a stable sort."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in torch: each group's context is gathered and given to torch's own attention."""
+"""Attention over a paged cache in torch, which gathers the context of each group for torch's attention."""
 
 from __future__ import annotations
 

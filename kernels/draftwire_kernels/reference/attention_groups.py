@@ -1,4 +1,4 @@
-"""Sequences of alike sizes of a ragged batch, padded to one shape for torch's attention."""
+"""Groups sequences of similar sizes in a ragged batch, padded to one shape for torch's attention."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Group:
 
     rows: torch.Tensor  # [B, Q] int64, row of the batch; padding repeats the sequence's first row
     context: torch.Tensor  # [B, L] int64, slot of the cache; padding repeats the sequence's first slot
-    query_positions: torch.Tensor  # [B, Q, 1] int64, place in the sequence
+    query_positions: torch.Tensor  # [B, Q, 1] int64, position in the sequence
     key_positions: torch.Tensor  # [1, 1, L] int64
-    starts: torch.Tensor  # [B, 1, 1] int64, place of the sequence's first row here
-    lengths: torch.Tensor  # [B, 1, 1] int64, of the sequences, these rows included
-    valid: torch.Tensor  # [n] int64, the places of [B * Q] that are rows
-    valid_rows: torch.Tensor  # [n] int64, the rows that they are
+    starts: torch.Tensor  # [B, 1, 1] int64, position of the sequence's first row in this batch
+    lengths: torch.Tensor  # [B, 1, 1] int64, of the sequences, including these rows
+    valid: torch.Tensor  # [n] int64, indices in [B * Q] that are not padding
+    valid_rows: torch.Tensor  # [n] int64, their rows of the batch
     masks: dict[tuple[int | None, bool, bool], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, causal: bool, anchored: bool) -> torch.Tensor:
-        """[B, 1, Q, L] bool, True where a query sees a key; arguments as of `draftwire_kernels.paged_attention`."""
+        """Return the mask [B, 1, Q, L] bool; the arguments are those of `draftwire_kernels.paged_attention`."""
         kind = window, causal, anchored
         if kind not in self.masks:
             seen = self.key_positions <= self.query_positions
@@ -38,8 +38,7 @@ class Group:
 def groups_of(
     cu_rows: np.ndarray, lengths: np.ndarray, block_tables: np.ndarray, block_size: int, device: torch.device
 ) -> list[Group]:
-    """Return the groups of the sequences that have rows: counts within a factor of two of each other, and lengths
-    too."""
+    """Group the sequences that have rows, with numbers of rows within a factor of two, and lengths too."""
     members: dict[tuple[int, int], list[int]] = {}
     counts = np.diff(cu_rows)
     for index, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):

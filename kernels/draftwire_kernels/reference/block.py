@@ -1,4 +1,4 @@
-"""Block verification: acceptance is decided for the drafts of a step together.
+"""Block verification, which decides the drafts of a step together.
 
 Source: Sun et al., "Block verification accelerates speculative decoding" (2403.10444), algorithm 2.
 """
@@ -14,11 +14,11 @@ from draftwire_kernels.reference.layout import Layout
 def block_acceptance(
     target: Target, draft: Draft, usable: Tensor, uniform: Tensor, temperature: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Return which drafts are accepted [B, k_max], and the weight of p in the residual after i of them [B, k_max + 1].
+    """Return which drafts are accepted [B, k_max], and the weight of p in the residual after i drafts [B, k_max + 1].
 
-    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass when u_i < h_i, where h_i is
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass if u_i < h_i, where h_i is
     s_i / (s_i + 1 - w_i), s_i the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable
-    draft. The longest passing prefix is accepted. At temperature 0 w is one or zero and acceptance the usual one.
+    draft. The longest passing prefix is accepted. At temperature 0, w is one or zero as in greedy acceptance.
     """
     num_usable = layout.pad(usable, False).long().cumprod(1).sum(1)
     ratio = torch.nan_to_num(layout.pad(draft.p_token / draft.q_token, 0), nan=0.0)
@@ -39,7 +39,7 @@ def block_acceptance(
 
 
 def _residual_mass(target: Target, draft: Draft, weight: Tensor, layout: Layout) -> Tensor:
-    """Return the mass [D] of max(w p - q, 0) in each draft's row, w being the weight of the drafts before it."""
+    """Return the mass [D] of max(w p - q, 0) in each draft's row, w being the weight after the earlier drafts."""
     assert target.probs is not None
     p = target.probs[layout.draft_row]
     q = draft.q_rows(torch.arange(p.shape[0], device=p.device), p.shape[-1])

@@ -1,4 +1,4 @@
-"""Temperature-scaled distributions of logit rows, and draws from them."""
+"""Temperature-scaled distributions of logit rows, and samples from them."""
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ def compute_dtype(use_fp64: bool) -> torch.dtype:
 
 
 def maybe_any(flags: Tensor) -> bool:
-    """Return whether any flag is set; always True on an accelerator, where reading the flags would wait."""
+    """Return whether any flag is set; always True on an accelerator, where reading flags would synchronise."""
     return bool(flags.any()) if flags.device.type == "cpu" else True
 
 
 def scale(logits: Tensor, temperature: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scores whose softmax is the distribution, and which rows have one.
 
-    Scores are (logits - row maximum) / temperature, so at most 0 and as precise where it matters for logits of any
-    size; at temperature 0 they are not divided. An infinite logit counts as the largest finite one. A row with NaN
-    or with -inf alone has no distribution.
+    Scores are (logits - row maximum) / temperature, so at most 0 and precise for logits of any size; at temperature 0
+    they are not divided. An infinite logit is treated as the largest finite one. A row with NaN or with only -inf has
+    no distribution.
     """
     x = logits.to(dtype)
     top = x.amax(-1, keepdim=True).clamp_(max=torch.finfo(dtype).max)
@@ -34,7 +34,7 @@ def scale(logits: Tensor, temperature: Tensor, dtype: torch.dtype) -> tuple[Tens
 def add_noise(
     scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor, offset: Tensor | int, token_ids: Tensor | None
 ) -> Tensor:
-    """Return the scores plus Gumbel noise, in the rows whose temperature is not 0; may reuse the memory of `scores`."""
+    """Return the scores plus Gumbel noise in rows with a positive temperature; may reuse the memory of `scores`."""
     sampled = temperature > 0
     if not maybe_any(sampled):
         return scores
@@ -47,8 +47,8 @@ def add_noise(
 
 
 def draw(scores: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -> Tensor:
-    """Return the tokens [B] drawn from exp(scores), rows [B, V], in two races: of groups, then of the winner's tokens.
-    The argmax at temperature 0."""
+    """Sample tokens [B] from exp(scores) [B, V] in two races, of groups and of the winner's tokens; at temperature 0
+    return the argmax."""
     sampled = temperature > 0
     if not maybe_any(sampled):
         return scores.argmax(-1)

@@ -1,4 +1,4 @@
-"""The draft side of verification: probabilities of the drafts under p and q, and residuals."""
+"""Probabilities of the drafts under p and q, and residuals."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ class Target:
     """Target rows of the whole batch."""
 
     scores: Tensor  # [R, V], see `scale`
-    probs: Tensor | None  # [R, V], None when no request samples
-    valid: Tensor  # [R] bool: the row has a distribution
+    probs: Tensor | None  # [R, V], None if no request samples
+    valid: Tensor  # [R] bool, whether the row has a distribution
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Draft:
     """Drafts with their probabilities; without draft logits q is one-hot and `q_token` is 1."""
 
     tokens: Tensor  # [D] int64, clamped into the vocabulary
-    p_token: Tensor  # [D]: p of the draft; at temperature 0 one or zero
-    q_token: Tensor  # [D]: q of the draft; at temperature 0 one
-    ended: Tensor  # [D] bool: no draft of the request counts from here on
-    q: Tensor | None  # [D, n]: probabilities of the columns of the draft logits
-    token_ids: Tensor | None  # [n] or [D, n]: their target ids, None for dense
+    p_token: Tensor  # [D], p of the draft; at temperature 0 one or zero
+    q_token: Tensor  # [D], q of the draft; at temperature 0 one
+    ended: Tensor  # [D] bool, whether this draft ends the request's drafts
+    q: Tensor | None  # [D, n], probabilities of the draft logits' columns
+    token_ids: Tensor | None  # [n] or [D, n], their target ids; None for dense
 
     def q_rows(self, index: Tensor, vocab: int) -> Tensor:
-        """q of the given drafts over the target's vocabulary: [len(index), vocab]."""
+        """Return q of the given drafts over the target's vocabulary: [len(index), vocab]."""
         assert self.q is not None
         q = self.q[index]
         if self.token_ids is None:
@@ -79,12 +79,11 @@ def _target_probability(tokens: Tensor, target: Target, greedy: Tensor, layout: 
 
 
 def without_draft(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the scores [B, V] of the residual of a one-hot q: p with the draft [B] removed."""
+    """Return the scores [B, V] of the residual of a one-hot q: p without the draft [B]."""
     return scores.scatter(1, tokens[:, None], -torch.inf)
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the unnormalised residual max(weight * p - q, 0), rows [B, V]; `weight` [B] is 1 but for block
-    verification."""
+    """Return the unnormalised residual max(weight * p - q, 0) [B, V]; `weight` [B] is for block verification."""
     scaled = p if weight is None else p * weight[:, None]
     return (scaled - q).clamp_(min=0)

@@ -15,8 +15,7 @@ _NO_TOP_P = 2.0
 
 
 def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> Tensor:
-    """Return the logits with -inf for what min-p, top-k and top-p remove; the input itself where no request uses
-    them."""
+    """Return the logits with -inf for tokens that min-p, top-k and top-p remove; the input if no request uses them."""
     vocab = logits.shape[1]
     sampled = sampling.temperature.to(layout.first_row.device) > 0
     min_p = _in_use(sampling.min_p, sampled, 0.0, lambda p: p > 0)
@@ -45,7 +44,7 @@ def apply_filters(logits: Tensor, sampling: LogitsSampling, layout: Layout) -> T
 
 
 def _in_use(values: Tensor | None, sampled: Tensor, off: float, used: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the parameter [B], `off` where the request does not use it."""
+    """Return the parameter [B], `off` for requests that do not use it."""
     if values is None:
         return torch.full(sampled.shape, off, device=sampled.device)
     values = values.to(sampled.device)
@@ -60,14 +59,13 @@ def _threshold(x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
         return kth
     scores, _ = scale(ordered.masked_fill(ordered < kth, -torch.inf), temperature, torch.float32)
     mass = scores.softmax(-1).cumsum(-1)
-    size = (mass < top_p[:, None]).sum(-1, keepdim=True)  # tokens before the one that reaches top_p
+    size = (mass < top_p[:, None]).sum(-1, keepdim=True)  # tokens before top_p is reached
     last = ordered.gather(1, size.clamp(max=x.shape[1] - 1))
     return torch.maximum(kth, last)
 
 
 def _descending(x: Tensor) -> Tensor:
-    """Return each row's values, largest first. On the CPU numpy's vectorised sort is tens of times as fast as
-    torch's."""
+    """Return each row's values in descending order; on the CPU with numpy's sort, which is much faster than torch's."""
     if x.device.type == "cpu":
         return torch.from_numpy(np.sort(x.numpy())).flip(-1)
     return x.sort(-1, descending=True).values

@@ -1,4 +1,4 @@
-"""Where the rows and drafts of each request lie in the ragged batch."""
+"""Index tensors for the rows and drafts of each request in a ragged batch."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ class Layout:
     max_drafts: int  # k_max
     row_request: Tensor  # [R] int64
     draft_request: Tensor  # [D] int64
-    draft_row: Tensor  # [D] int64: target row that verifies each draft
-    draft_offset: Tensor  # [D] int64: place within its request, 0 .. k_b - 1
+    draft_row: Tensor  # [D] int64, target row that verifies each draft
+    draft_offset: Tensor  # [D] int64, index within its request, 0 .. k_b - 1
 
     @classmethod
     def from_cu_rows(cls, cu_rows: Tensor, num_rows: int, device: torch.device) -> "Layout":
-        """Lay out a batch. Reads the largest k_b, and so waits for the device unless `cu_rows` is on the CPU."""
+        """Return the layout of a batch; synchronises to read the largest k_b unless `cu_rows` is on the CPU."""
         sizes = cu_rows.diff().long()
         max_drafts = int(sizes.max()) - 1
         first_row = cu_rows[:-1].to(device).long()
@@ -58,7 +58,6 @@ class Layout:
         return padded
 
     def draft_index(self, offset: Tensor) -> Tensor:
-        """Return the index in [0, D) of each request's draft at `offset` [B]; some valid index where it has no such
-        draft."""
+        """Return the index in [0, D) of each request's draft at `offset` [B]; any valid index without such a draft."""
         first_draft = self.first_row - torch.arange(self.num_requests, device=self.first_row.device)
         return (first_draft + offset).clamp_(max=max(self.draft_row.shape[0] - 1, 0))

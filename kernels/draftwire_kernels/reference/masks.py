@@ -1,4 +1,4 @@
-"""Tokens that must not be drawn, set to -inf. Functions return new logits, or the given ones if nothing changes."""
+"""Sets tokens that must not be sampled to -inf. Functions return new logits, or the input if nothing changes."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def forbid_sequences(
         output = torch.cat([output, drafts], dim=1).gather(1, place)
     matches = ((before == output[:, None]) | (before == ANY_TOKEN)).all(2)
     cells = upload(rows, logits.device)[:, None] * logits.shape[1] + last
-    # Added and not assigned: a token may be the last of several sequences, of which one matches.
+    # Added and not assigned, because a token may be the last one of several sequences.
     values = torch.zeros(matches.shape, dtype=logits.dtype, device=logits.device).masked_fill_(matches, -torch.inf)
     return logits.flatten().scatter_add(0, cells.flatten(), values.flatten()).view_as(logits)
 

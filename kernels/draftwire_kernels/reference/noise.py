@@ -17,7 +17,7 @@ from draftwire_kernels.noise import (
 
 
 def _signed(value: int, bits: int) -> int:
-    """Return the two's complement reading of `value`: torch's integers are signed and their products wrap."""
+    """Return `value` as a signed integer, because torch's integers are signed and their products wrap."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
@@ -29,7 +29,7 @@ _TOKEN_MULTIPLIERS = tuple(_signed(m, 32) for m in TOKEN_MULTIPLIERS)
 
 
 def mix64(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64 words."""
+    """Apply SplitMix64's finaliser to int64 words."""
     for shift, multiplier in zip(MIX64_SHIFTS, _MIX64_MULTIPLIERS, strict=False):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
     last = MIX64_SHIFTS[-1]
@@ -37,8 +37,7 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def row_state(key: Tensor, position: Tensor, offset: Tensor | int) -> Tensor:
-    """Return the state of each noise row: int64 [N] from int64 [N] keys and positions and the offset (int or integer
-    [N])."""
+    """Return the state of each noise row, int64 [N], from int64 [N] keys and positions and offsets (int or [N])."""
     state = mix64(key + _GOLDEN64)
     state = mix64(state + (position + 1) * _GOLDEN64)
     if isinstance(offset, Tensor):
@@ -52,7 +51,7 @@ def group_state(state: Tensor) -> Tensor:
 
 
 def token_words(state: Tensor, token_ids: Tensor) -> Tensor:
-    """Hash of each token id under each row's state: int32 [N, V] from int64 [N] and int32 [V] or [N, V]."""
+    """Return the hash of each token id under each row's state, int32 [N, V], from int64 [N] and int32 [V] or [N, V]."""
     words = state.contiguous().view(torch.int32).view(-1, 2, 1)  # low word first: little-endian
     x = token_ids ^ words[:, 0]
     shifted = torch.empty_like(x)
@@ -67,26 +66,26 @@ def token_words(state: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def uniform32(words: Tensor) -> Tensor:
-    """float32 uniforms in (0, 1) from int32 words."""
+    """Return float32 uniforms in (0, 1) from int32 words."""
     x = words.float().mul_(2.0**-32).add_(2.0**-33)
     return x.add_(x < 0).clamp_(max=MAX_UNIFORM32)
 
 
 def uniform64(words: Tensor, low_words: Tensor) -> Tensor:
-    """float64 uniforms in (0, 1) from two int32 words each: the first names the cell of `uniform32`."""
+    """Return float64 uniforms in (0, 1) from two int32 words each; the first selects the cell of `uniform32`."""
     within = low_words.double().mul_(2.0**-32).add_(2.0**-33)
     x = within.add_(within < 0).add_(words).mul_(2.0**-32)
     return x.add_(words < 0).clamp_(max=MAX_UNIFORM64)
 
 
 def accept_uniform(key: Tensor, position: Tensor, offset: Tensor, dtype: torch.dtype) -> Tensor:
-    """Acceptance uniforms [N] of `dtype` (float32 or float64)."""
+    """Return acceptance uniforms [N] of `dtype` (float32 or float64)."""
     words = row_state(key, position, offset).contiguous().view(torch.int32).view(-1, 2)
     return uniform32(words[:, 1]) if dtype == torch.float32 else uniform64(words[:, 1], words[:, 0])
 
 
 def gumbel_noise(state: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gumbel noise [N, V] of `dtype` (float32 or float64) for rows of these states; token ids int32 [V] or [N, V]."""
+    """Return Gumbel noise [N, V] of `dtype` (float32 or float64) for rows' states and int32 token ids [V] or [N, V]."""
     words = token_words(state, token_ids)
     if dtype == torch.float32:
         uniform = uniform32(words)

@@ -1,4 +1,4 @@
-"""Logit bias, suppression and penalties. Every function returns new logits, or its input when nothing changes."""
+"""Logit bias, suppression and penalties. Functions return new logits, or the input if nothing changes."""
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def penalise(logits: Tensor, penalties: Penalties, draft_tokens: Tensor | None, 
 
 
 def _count_prefixes(counts: Tensor, rows: Tensor, request: Tensor, draft_tokens: Tensor, layout: Layout) -> None:
-    """Add the drafts before each row to its counts, in place."""
+    """Add the drafts before each row to the row's counts, in place."""
     drafts = upload(layout.pad(draft_tokens, -1)[request], counts.device)
     place = torch.arange(layout.max_drafts, device=rows.device)
     before = upload(place < (rows - layout.first_row[request])[:, None], counts.device)

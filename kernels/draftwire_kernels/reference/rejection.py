@@ -1,4 +1,4 @@
-"""Verification of drafts: how many are accepted, and the token that follows them."""
+"""Verification of drafts: the accepted drafts and the next token."""
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def rejection_sample(
 
     accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
     while method != "synthetic" and bool(empty.any()):
-        # No float mass is left in the residual: p and q agree there, so the draft counts as accepted after all.
+        # The residual has no mass in floating point: p and q are equal, so the draft counts as accepted.
         accept[empty, accepted[empty]] = True
         accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
     final = draw(scores, temperature, keys.resample, position + accepted)
@@ -56,16 +56,16 @@ def rejection_sample(
 
 
 def _prefix_length(accept: Tensor) -> Tensor:
-    """Return the number of accepted drafts before the first refused one: [B] from flags [B, k_max]."""
+    """Return the number of drafts before the first rejected one, [B], from flags [B, k_max]."""
     return accept.long().cumprod(1).sum(1)
 
 
 def _final_scores(
     accepted: Tensor, target: Target, draft: Draft, temperature: Tensor, layout: Layout, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores [B, V] of the token after the accepted drafts: of the residual after a refusal, else of p.
+    """Return the number of accepted drafts [B], the scores [B, V] of the next token, and which residuals are empty [B].
 
-    Returns the accepted counts, the scores, and where a residual was wanted but has no mass; p stands in for it there.
+    The scores are those of the residual after a rejection, else of p; p also replaces a residual without mass.
     """
     row = layout.first_row + accepted
     scores = target.scores[row]
