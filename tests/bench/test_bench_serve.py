@@ -162,7 +162,7 @@ def test_skipped_rows_are_told_where_acceptance_is_real():
     assert result.exit_code == 0
     text = " ".join(result.output.split())
     assert "2 on: 44 rows were verified instead of 48" in text
-    assert "So this is not the speed of a fixed number of drafts in every step" in text
+    assert "So this is not the speed with a fixed number of drafts in every step" in text
 
 
 def test_a_verifier_that_others_use_is_not_measured():
