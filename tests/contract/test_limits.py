@@ -48,7 +48,7 @@ READINGS = (VERIFIER_READING, drafter.READING)
 def both(name: str) -> str:
     """A limit of the verifier and one of the drafter, in all and of one connection."""
     return "; ".join(
-        f"{getattr(limits, name)}, and {getattr(limits, f'{name}_of_peer')} for each connection" for limits in READINGS
+        f"{getattr(limits, name)}, and {getattr(limits, f'{name}_of_peer')} per connection" for limits in READINGS
     )
 
 
@@ -61,16 +61,16 @@ WORDS = {
     "a message to a verifier": [mib(wire.MAX_REQUEST_BYTES)],
     "a message to a drafter": [mib(wire.MAX_MESSAGE_BYTES)],
     "a message from a drafter": [mib(drafter_link.LEAST_ANSWER_BYTES)],
-    "a connection that is not HTTP/2 yet": [f"{dict(CONNECTION_LIMITS)['grpc.server_handshake_timeout_ms'] // 1000} s"],
+    "a connection before HTTP/2": [f"{dict(CONNECTION_LIMITS)['grpc.server_handshake_timeout_ms'] // 1000} s"],
     "time until a message has arrived completely": [
         f"{message_reading.MESSAGE_S:g} s from", f"{message_reading.CONTENDED_S:g} s of reading"
     ],
-    "messages read at once by a verifier; by a drafter, hellos included": [both("max_readers")],
+    "messages read at once by a verifier; by a drafter, including hellos": [both("max_readers")],
     "calls whose message has not arrived, at a verifier; at a drafter; at health and reflection of either": [
-        both("max_unread"), f"{OTHERS.max_unread}, and {OTHERS.max_unread_of_peer} for each host"
+        both("max_unread"), f"{OTHERS.max_unread}, and {OTHERS.max_unread_of_peer} per host"
     ],
     "messages to health and reflection read at once by a verifier; by a drafter": [
-        f"{OTHERS.max_readers}, and {OTHERS.max_readers_of_peer} for each host; ",
+        f"{OTHERS.max_readers}, and {OTHERS.max_readers_of_peer} per host; ",
         f"; {limits_of_others(drafter.READING).max_readers}",
     ],
     "bytes that a call may send before its message is read, to a verifier; to a drafter": [
@@ -103,7 +103,7 @@ WORDS = {
     "`logprobs`, `prompt_logprobs`": [
         f"{field(SAMPLING, 'logprobs').max:g}", f"{field(SAMPLING, 'prompt_logprobs').max:g}"
     ],
-    "`n`": [f"{field(generate_pb2.GenerateRequest, 'n').max:g}, and not above"],
+    "`n`": [f"{field(generate_pb2.GenerateRequest, 'n').max:g}, and at most"],
     "`priority`; `cache_salt`": [
         f"{field(generate_pb2.GenerateRequest, 'priority').min:.0f} to "
         f"{field(generate_pb2.GenerateRequest, 'priority').max:.0f}; "
@@ -113,13 +113,13 @@ WORDS = {
         f"{field(generate_pb2.GenerateRequest, 'request_id').max_bytes} bytes"
     ],
     "outputs computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
-    "outputs that are not read to their end, those included": [
+    "outputs that are not read to their end, including those": [
         f"{VERIFIER.max_open}: twice `--max-num-seqs`, and `--max-queue`"
     ],
     "reading an output": [
         f"{unread.STALL_S:g} s for a message", f"{unread.READ_S / 60:g} minutes after the last token"
     ],
-    "connections to the metrics": [f"{metrics.MAX_CONNECTIONS} at once", f"{metrics.TIMEOUT_S:g} s each"],
+    "connections to the metrics": [f"{metrics.MAX_CONNECTIONS}, one more", f"{metrics.TIMEOUT_S:g} s each"],
     "sessions of a drafter": [f"{ENGINE.max_sessions};"],
     "sequences of a session, and of all sessions": [f"at most {ENGINE.max_num_seqs} in all"],
     "drafts of a sequence in a step": [f"at most {MAX_SPECULATIVE_TOKENS}"],
@@ -130,7 +130,7 @@ WORDS = {
         f"{message_reading.MESSAGE_S:g} s from a verifier", f"{drafter_link.HELLO_TIMEOUT_S:g} s from a drafter"
     ],
     "a shared segment": [f"{segment.MAX_SEGMENT_BYTES >> 30} GiB", mib(segment.segment_bytes(1 << 40))],
-    "layers whose states a head takes": [str(handshake.MAX_FEATURE_LAYERS)],
+    "layers whose states a head uses": [str(handshake.MAX_FEATURE_LAYERS)],
 }
 
 
