@@ -114,7 +114,7 @@ WORDS = {
     ],
     "outputs computed at once; waiting": [f"{OPTIONS.max_num_seqs}; {OPTIONS.max_queue}"],
     "outputs that are not read to their end, including those": [
-        f"{VERIFIER.max_open}: twice `--max-num-seqs`, and `--max-queue`"
+        f"{VERIFIER.max_open}: twice `--max-num-seqs`, plus `--max-queue`"
     ],
     "reading an output": [
         f"{unread.STALL_S:g} s for a message", f"{unread.READ_S / 60:g} minutes after the last token"
