@@ -169,7 +169,7 @@ def test_a_verifier_that_others_use_is_not_measured():
     with served(FakeVerifier(running=3)) as address:
         result = bench("--server", address, *SMALL, "--warmup-tokens", "0")
     assert result.exit_code == 1
-    assert "3 requests of others" in result.output
+    assert "3 requests of other clients" in result.output
 
 
 @pytest.mark.parametrize(
