@@ -1,1 +1,1 @@
-"""Recipe of the demo pair: data, tokenizer, target, head, evaluation; each stage is one command (README.md)."""
+"""Training of draft heads: data, training and evaluation (README.md)."""

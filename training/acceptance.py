@@ -1,14 +1,14 @@
-"""Exact counts of acceptance in one process; `draftwire bench acceptance` takes them from the real system.
+"""Exact counts of acceptance in one process; `draftwire bench acceptance` measures acceptance through both services.
 
-Committed tokens have the target's law, whatever the drafts. So the target's answer is drawn first, and drafts are
-computed after every token of it at once, each in the light of the answer's own tokens: a draft that differs ends its
-step. Given a committed token y, the draft before it was y and was accepted with probability
+Committed tokens follow the target's distribution for any drafts. So the target's answer is sampled first, and drafts
+are computed after each of its tokens at once, conditioned on the answer's tokens. Given a committed token y, its draft
+was y and was accepted with probability
 
 - greedy drafts, one-hot test: 1 if y is the head's most likely token, else 0;
-- drafts sampled from q with the standard test (2211.17192): min(p(y), q(y)) / p(y), the share of y's mass that comes
-  from accepted drafts.
+- drafts sampled from q with the standard test (2211.17192): min(p(y), q(y)) / p(y), the share of p(y) that comes from
+  accepted drafts.
 
-Verify steps are then walked along the answer: a step after a accepted drafts emits a + 1 tokens.
+The answer is then divided into verify steps: a step with a accepted drafts emits a + 1 tokens.
 """
 
 import math
@@ -25,23 +25,18 @@ from training.eagle3 import Eagle3Head
 from training.generate import Texts
 from training.target import Target
 
-PIECE = 4096  # drafts compared at once
-ROWS = 16  # answers that the target reads at once
+PIECE = 4096  # drafts per comparison
+ROWS = 16  # answers per forward pass of the target
 
 
 class Drafts(NamedTuple):
-    """Of the k drafts after each token of an answer that may be the last committed one, [N, k].
+    """The k drafts after each of N answer tokens, each field [N, k] float32.
 
-    Attributes
-    ----------
-    greedy
-        Whether the head's most likely token is the answer's.
-    sampled
-        Probability, given the answer's token, that a draft sampled from the head was accepted.
-    overlap
-        1 - total variation: the closed form of the probability that a sampled draft is accepted.
-    sure
-        The head's own probability that the draft is accepted; empty for heads without one.
+    Attributes:
+        greedy: 1 if the head's most likely token is the answer's, else 0.
+        sampled: Probability, given the answer's token, that a draft sampled from the head was accepted.
+        overlap: 1 - total variation, the probability that a sampled draft is accepted.
+        sure: The head's confidence, its own estimate of that probability; [0, k] for heads without one.
     """
 
     greedy: Tensor
@@ -73,12 +68,12 @@ class Acceptance:
 
     @property
     def standard_error(self) -> float:
-        """Of the length, as a ratio of sums over independent answers."""
+        """Standard error of the length, a ratio of sums over independent answers."""
         squares = sum((emitted - self.length * steps) ** 2 for steps, emitted in self.requests)
         return math.sqrt(squares) / max(self.steps, 1)
 
     def report(self) -> dict[str, Any]:
-        """The length, and the share of steps that accepted each position; conditional: of those that came so far."""
+        """Return the length and the acceptance rate of each position: of all steps, and of steps that reached it."""
         unconditional = [count / max(self.steps, 1) for count in self.accepted]
         before = [1.0, *unconditional[:-1]]
         conditional = [rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=True)]
@@ -93,10 +88,10 @@ class Acceptance:
 
 
 def walk(accepts: list[list[bool]], counts: Acceptance) -> list[int]:
-    """Count the verify steps of one answer, and return the tokens after which they draft.
+    """Count the verify steps of one answer, and return the indices of the tokens after which they draft.
 
-    accepts[n][s] says whether draft s after the answer's token n is accepted; there are rows for those tokens alone
-    that have k drafts and a bonus token within the answer, so that no step is cut short.
+    accepts[n][s]: whether draft s after the answer's token n is accepted. Only tokens with k drafts and a bonus token
+    within the answer have rows, so that every step is complete.
     """
     n, emitted = 0, 0
     visited = []
@@ -113,7 +108,7 @@ def walk(accepts: list[list[bool]], counts: Acceptance) -> list[int]:
 
 
 def repeated_share(tokens: list[int], n: int = 8) -> float:
-    """Share of tokens that lie in an n-gram occurring more than once in the list."""
+    """Return the share of tokens inside n-grams that occur more than once in the list."""
     where: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(tokens) - n + 1):
         where.setdefault(tuple(tokens[start : start + n]), []).append(start)
@@ -123,12 +118,12 @@ def repeated_share(tokens: list[int], n: int = 8) -> float:
 
 @torch.no_grad()
 def answer_drafts(target: Target, head: torch.nn.Module, layers: list[int], texts: Texts, k: int) -> Iterator[Drafts]:
-    """Yield the drafts of each row of texts, one row of drafts for each usable token of its answer."""
+    """Yield the drafts of each row of texts: one row of drafts per answer token that k + 1 more follow."""
     for first in range(0, len(texts.tokens), ROWS):
         tokens, own = texts.tokens[first : first + ROWS], texts.own[first : first + ROWS]
         features, final = target.states(tokens, _entered(head, layers))
         for row in range(len(tokens)):
-            places = own[row].nonzero().squeeze(-1)  # an answer is one run of tokens
+            places = own[row].nonzero().squeeze(-1)  # an answer's tokens are contiguous
             anchors = places[: max(0, len(places) - k - 1)]
             text = _Text(tokens[row], features[row], final[row])
             if isinstance(head, Eagle3Head):
@@ -144,7 +139,7 @@ class _Text(NamedTuple):
 
 
 def _entered(head: torch.nn.Module, layers: list[int]) -> list[int]:
-    """Return the layers whose inputs a head reads; DSpark counts layers by their outputs."""
+    """Return the layers whose inputs are the head's features; DSpark configs name layers by their outputs."""
     return [layer + 1 for layer in layers] if isinstance(head, DSparkHead) else layers
 
 
@@ -155,7 +150,7 @@ def _eagle3_drafts(target: Target, head: Eagle3Head, text: _Text, anchors: Tenso
         chain = head.chain(
             text.features[None, :rows], target.embedding, lambda step, _: padded[:, 1 + step : 1 + step + rows], k
         )
-    # The row before the last committed token makes the drafts after it.
+    # The row before an anchor computes the drafts after that anchor.
     states = torch.stack(chain, dim=2)[0, anchors - 1]
     return _compare(target, states, None, text, anchors, torch.empty(0, k))
 
@@ -181,7 +176,7 @@ def _compare(
     anchors: Tensor,
     sure: Tensor,
 ) -> Drafts:
-    """Compare the head's distribution of each slot with the target's, and with the answer's token."""
+    """Compare the head's distribution of each slot to the target's and to the answer's token."""
     k = states.shape[1]
     places = (anchors[:, None] + torch.arange(k, device=anchors.device)).flatten()
     written = text.tokens[places + 1]

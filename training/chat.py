@@ -1,9 +1,9 @@
-"""How a target's chat template separates turns, and the prompts from which it writes user turns itself."""
+"""The turns of a target's chat template, and the prompts from which the target generates user turns."""
 
 from dataclasses import dataclass
 from typing import Any
 
-# Openings of user turns: (weight, text). The target goes on from there; the empty one leaves it the whole turn.
+# Openings of user turns, which the target continues: (weight, text).
 OPENINGS: tuple[tuple[int, str], ...] = (
     (24, ""),
     (2, "What"),
@@ -36,21 +36,17 @@ OPENINGS: tuple[tuple[int, str], ...] = (
     (1, "What does this code do?\n\n```python\n"),
 )
 
-_USER, _ANSWER = ("\u241f" + name for name in ("user", "answer"))  # a character that no template has
+_USER, _ANSWER = ("\u241f" + name for name in ("user", "answer"))  # no template contains this character
 
 
 @dataclass(frozen=True)
 class Turns:
     """Token ids between the turns of a conversation.
 
-    Attributes
-    ----------
-    before_user
-        From the start to the first user turn, the default system prompt among them.
-    before_answer
-        From the end of a user turn to the answer; the first is the token with which the target ends a user turn.
-    before_next
-        From the end of an answer to the next user turn; the first is the token with which the target ends an answer.
+    Attributes:
+        before_user: Tokens before the first user turn, including the default system prompt.
+        before_answer: Tokens between a user turn and its answer; the first ends the user turn.
+        before_next: Tokens between an answer and the next user turn; the first ends the answer.
     """
 
     before_user: list[int]
@@ -61,13 +57,12 @@ class Turns:
 def read_turns(tokenizer: Any) -> Turns:
     """Return the turns of a tokenizer's chat template.
 
-    Raises
-    ------
-    ValueError
-        When the tokenizer has no chat template, or one that does not keep the turns as they are.
+    Raises:
+        ValueError: If the tokenizer has no chat template, the template changes or drops turns, or a turn does not end
+            with a special token.
     """
     if not tokenizer.chat_template:
-        raise ValueError("the target's tokenizer has no chat template, so it cannot write conversations")
+        raise ValueError("the target's tokenizer has no chat template; conversations need one")
     messages = [
         {"role": role, "content": text} for _ in range(2) for role, text in (("user", _USER), ("assistant", _ANSWER))
     ]
@@ -76,15 +71,15 @@ def read_turns(tokenizer: Any) -> Turns:
     middle, _, rest = rest.partition(_ANSWER)
     following, found, _ = rest.partition(_USER)
     if not found:
-        raise ValueError("the chat template does not repeat the turns that it is given")
+        raise ValueError("the chat template changes or drops turns of a conversation")
     parts = [tokenizer.encode(part, add_special_tokens=False) for part in (first, middle, following)]
     if not all(part and part[0] in tokenizer.added_tokens_decoder for part in parts[1:]):
-        raise ValueError("turns of the chat template do not end with a special token")
+        raise ValueError("the chat template's turns must end with a special token")
     return Turns(*parts)
 
 
 def answer_prompt(tokenizer: Any, user: str) -> list[int]:
-    """Token ids of a conversation of one user turn, up to the answer."""
+    """Return the token ids of a conversation with one user turn, up to the answer."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True
     )
@@ -92,7 +87,7 @@ def answer_prompt(tokenizer: Any, user: str) -> list[int]:
 
 
 def opening_prompts(tokenizer: Any, turns: Turns) -> list[list[int]]:
-    """Token ids up to and with each opening, as often as it weighs."""
+    """Return the token ids of each opening and what precedes it, repeated by its weight."""
     prompts = []
     for weight, text in OPENINGS:
         opened = [*turns.before_user, *tokenizer.encode(text, add_special_tokens=False)]

@@ -1,10 +1,10 @@
 """A DSpark head (2607.05147) with the parameter names of `Qwen3DSparkModel` (deepseek-ai/DeepSpec).
 
 A block drafts `block_size` tokens after an anchor x_a, the last committed token, in one pass: its queries are the
-anchor's embedding and mask embeddings at positions a, a + 1, ... Slot j predicts x_{a+1+j}. The queries see the
-context, which is `hidden_norm(fc(states))` of the positions before a, and each other in both directions. A recurrent
-Markov head adds a bias of low rank to the logits of slot j, from the tokens of the block up to x_{a+j} and the slot's
-state; a confidence head tells how probable it is that slot j is accepted. Embedding and lm_head are the target's.
+anchor's embedding and mask embeddings at positions a, a + 1, ... Slot j predicts x_{a+1+j}. The queries attend to the
+context, `hidden_norm(fc(states))` of the positions before a, and to each other in both directions. A recurrent Markov
+head adds a low-rank bias to the logits of slot j, computed from the block's tokens up to x_{a+j} and the slot's state;
+a confidence head predicts the probability that slot j is accepted. Embedding and lm_head are the target's.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,12 @@ from training.layers import MLP, Attention, Fusion, HeadShape, RMSNorm, initiali
 
 
 class Block(NamedTuple):
-    """What the head computes for the slots of blocks.
+    """Outputs of the head for the slots of A blocks per row.
 
-    Attributes
-    ----------
-    hidden
-        [B, A, block_size, hidden]: the input of lm_head.
-    latent
-        [B, A, block_size, rank]: times W2 the bias of the slot's logits.
-    confidence
-        [B, A, block_size]: logits of the probability that the slot is accepted.
+    Attributes:
+        hidden: Input of lm_head, [B, A, block_size, hidden].
+        latent: Output of the Markov head before W2, [B, A, block_size, rank].
+        confidence: Logits of the probability that the slot is accepted, [B, A, block_size].
     """
 
     hidden: Tensor
@@ -35,7 +31,7 @@ class Block(NamedTuple):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer whose keys and values are those of the context and of the block itself."""
+    """A decoder layer whose attention covers the context and the block."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -47,9 +43,9 @@ class DraftLayer(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor, tables: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
-        """Output [B, S, hidden] for slots x [B, S, hidden] and context [B, T, hidden]; mask [B, 1, S, T + S].
+        """Return the output [B, S, hidden] for slots x [B, S, hidden] and context [B, T, hidden].
 
-        tables and slots are the cosines and sines of the context and of the slots.
+        tables and slots: cosines and sines of the context and of the slots. mask: [B, 1, S, T + S] bool.
         """
         inner = self.input_layernorm(x)
         k_context, v_context = self.self_attn.keys_and_values(context, *tables)
@@ -61,7 +57,7 @@ class DraftLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """The `rnn` Markov head: a bias of a slot's logits from the block's tokens before it, of low rank."""
+    """The `rnn` Markov head: a low-rank bias of a slot's logits, computed from the block's preceding tokens."""
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
@@ -70,7 +66,7 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
 
     def latents(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Latents [..., block_size, rank] from W1 of the tokens before the slots and the slots' states [..., width]."""
+        """Return latents [..., block_size, rank] from each preceding token's W1 row and the slots' states."""
         state = torch.zeros_like(embedded[..., 0, :])
         outputs = []
         for token, slot in zip(embedded.unbind(-2), hidden.unbind(-2), strict=True):
@@ -83,7 +79,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The probability that a slot is accepted, from its state and the Markov embedding of the token before."""
+    """Predicts the acceptance of a slot from its state and the Markov embedding of the preceding token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -108,9 +104,9 @@ class DSparkHead(nn.Module):
         nn.init.zeros_(self.confidence_head.proj.bias)
 
     def block(self, states: Tensor, tokens: Tensor, anchors: Tensor, embedding: Tensor) -> Block:
-        """Blocks after the anchors, the tokens before their later slots taken from `tokens`.
+        """Return the blocks after the anchors, with teacher forcing: `tokens` precede the slots.
 
-        states [B, T, fused_width], tokens [B, T + block_size - 1 or more], anchors [B, A] positions below T.
+        states: [B, T, fused_width]. tokens: [B, at least T + block_size - 1]. anchors: positions below T, [B, A].
         """
         size, count = self.block_size, anchors.shape[1]
         offsets = torch.arange(size, device=tokens.device)
@@ -132,7 +128,7 @@ class DSparkHead(nn.Module):
 
 
 def block_mask(anchors: Tensor, size: int, length: int) -> Tensor:
-    """Mask [B, 1, A * size, length + A * size]: context before the anchor, and the slots of the own block."""
+    """Return the mask [B, 1, A * size, length + A * size]: the context before the anchor, and the slot's own block."""
     slots = anchors.repeat_interleave(size, dim=1)
     context = torch.arange(length, device=anchors.device) < slots[..., None]
     number = torch.arange(slots.shape[1], device=anchors.device) // size
@@ -141,9 +137,9 @@ def block_mask(anchors: Tensor, size: int, length: int) -> Tensor:
 
 
 def target_layers(num_layers: int, count: int) -> list[int]:
-    """`target_layer_ids`: layers whose outputs are read, evenly spaced from the second to the third from the end.
+    """Return `target_layer_ids`: `count` layers, evenly spaced from the second to the third from the end.
 
-    Of a target with few layers all but the last.
+    A target with fewer than count + 3 layers has its last `count` layers before the final one.
     """
     if num_layers < count + 3:
         return list(range(num_layers - 1))[-count:]

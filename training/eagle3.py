@@ -1,9 +1,9 @@
-"""An EAGLE-3 head (2503.01840) in the published checkpoint layout, for training and for exact counting.
+"""An EAGLE-3 head (2503.01840) in the published checkpoint layout, for training and evaluation.
 
 Row i of the head takes (embed(x_{i+1}), g_i) at rotary position i and predicts x_{i+2}. g_i of an accepted row is `fc`
 of the target's three states at position i; a later draft row takes the head's own un-normed output instead. `chain`
-computes, for every i at once, what the head drafts after accepted rows 0..i: row i + s sees the accepted keys 0..i and
-the s keys drafted since: one attention over s + 1 blocks of keys, the first causal, the others diagonal.
+computes the drafts after accepted rows 0..i for every i at once: draft row i + s attends to the accepted keys 0..i and
+to s drafted keys. This is one attention over s + 1 blocks of keys, the first with a causal mask, the others diagonal.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Chooser = Callable[[int, Tensor], Tensor]
 
 
 class MidLayer(nn.Module):
-    """The decoder layer; its attention reads the embedding and the feature side by side."""
+    """The decoder layer; its attention's input is the concatenation of embedding and feature."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -29,20 +29,20 @@ class MidLayer(nn.Module):
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
     def project(self, embedded: Tensor, g: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [B, heads, T, D]."""
+        """Return queries, keys and values, each [B, heads, T, D]."""
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
         return self.self_attn.queries(x, cos, sin), *self.self_attn.keys_and_values(x, cos, sin)
 
     def finish(self, g: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [B, T, hidden] from its residual g and the attention's output."""
+        """Return the layer's output [B, T, hidden] from its residual g and the attention's output."""
         x = g + self.self_attn.merge(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of a chain's rows: causal over keys[0], and over the own row of each later step.
+    """Return the attention of a chain's rows: causal over keys[0], and over the same row of each later step.
 
-    q, keys[s] and values[s] are [B, heads, T, D].
+    q, keys[s] and values[s]: [B, heads, T, D].
     """
     length = q.shape[2]
     own = torch.eye(length, dtype=torch.bool, device=q.device)
@@ -51,9 +51,9 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 class Eagle3Head(nn.Module):
-    """The head; parameter names are those of the published checkpoints.
+    """The head, with the parameter names of the published checkpoints.
 
-    draft_vocab_size None stands for the target's whole vocabulary and its lm_head, which the head then shares.
+    With draft_vocab_size None the head uses the target's lm_head and whole vocabulary.
     """
 
     d2t: Tensor  # [V_draft] int64: target id - draft id
@@ -73,7 +73,7 @@ class Eagle3Head(nn.Module):
         initialise(self)
 
     def set_draft_vocabulary(self, ids: Tensor) -> None:
-        """Takes the target ids, ascending, that the head can draft."""
+        """Set the target ids that the head can draft, ascending."""
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
@@ -84,11 +84,14 @@ class Eagle3Head(nn.Module):
         return None if self.lm_head is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def chain(self, states: Tensor, embedding: Tensor, next_input: Chooser, steps: int) -> list[Tensor]:
-        """Normed states [B, T, hidden], the input of lm_head, of each of `steps` draft steps after every accepted row.
+        """Return the input of lm_head, [B, T, hidden], for each of `steps` draft steps after every accepted row.
 
-        states [B, T, 3 * target_width]: the target's states of positions 0..T-1. next_input(s, states of step s - 1)
-        gives the tokens [B, T] that rows of step s embed: x_{i+1} for s = 0, then x_{i+1+s} in training, and the
-        argmax just drafted when drafts are counted.
+        Args:
+            states: The target's states of positions 0..T-1, [B, T, 3 * target_width].
+            embedding: The target's input embedding, [V, hidden].
+            next_input: Given step s and the output of step s - 1, returns the tokens [B, T] that rows of step s embed:
+                x_{i+1+s}.
+            steps: Number of draft steps.
         """
         length = states.shape[1]
         tables = rotary_tables(self.shape, length + steps, states.device)
@@ -110,7 +113,7 @@ class Eagle3Head(nn.Module):
 
 
 def feature_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's default layers: the states that enter layers 2, n // 2 and n - 3; the last three of a small target."""
+    """Return EAGLE-3's default layers, whose inputs are the features: 2, n // 2 and n - 3; the last 3 if n < 7."""
     if num_layers < 7:
         return list(range(num_layers - 3, num_layers))
     return [2, num_layers // 2, num_layers - 3]

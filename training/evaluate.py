@@ -1,4 +1,4 @@
-"""Acceptance of a head on the target's answers to held-out prompts, counted exactly in one process."""
+"""Acceptance of a head on the target's answers to held-out prompts, counted in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from training.target import Target
 
 LENGTHS = (4, 7)
 BINS = 10
-MOST_REPEATED = 0.3  # share of an answer's tokens in repeated 8-grams beyond which it is a loop
+MOST_REPEATED = 0.3  # an answer with a larger share of tokens in repeated 8-grams is a loop
 
 
 class Calibration:
-    """How often drafts are accepted, by the head's own probability of it, in BINS equal bins."""
+    """Acceptance of drafts by the head's confidence, in BINS equal bins."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(BINS)
@@ -26,14 +26,14 @@ class Calibration:
         self.accepted = torch.zeros(BINS)
 
     def add(self, sure: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Add drafts [n]: the head's probability, and the probability that the test gave."""
+        """Add drafts: the head's confidence and the acceptance probability, each [n]."""
         bins = (sure * BINS).long().clamp(0, BINS - 1)
         self.counts.index_add_(0, bins, torch.ones_like(sure))
         self.sure.index_add_(0, bins, sure)
         self.accepted.index_add_(0, bins, accepted)
 
     def report(self) -> dict[str, Any]:
-        """Counts, mean probability and share accepted of each bin, and the mean difference by draft."""
+        """Return each bin's count, mean confidence and acceptance, and the expected calibration error."""
         counts = self.counts.clamp_min(1)
         error = (self.sure - self.accepted).abs().sum() / self.counts.sum().clamp_min(1)
         return {
@@ -47,7 +47,7 @@ class Calibration:
 def draw_answers(
     target: Target, tokenizer: Any, folder: Path, new_tokens: int, most: int | None, samples: int = 2
 ) -> dict[tuple[str, float], Texts]:
-    """Return the target's answers to the prompts, by prompt set and temperature; heads of one folder share them."""
+    """Return the target's answers to the prompts, by prompt set and temperature; heads with one folder share them."""
     path = folder / f"answers-{new_tokens}-{most or 'all'}.pt"
     drawn: dict[tuple[str, float], Texts] = {}
     if path.exists():
@@ -70,7 +70,7 @@ def draw_answers(
 def evaluate(
     target: Target, family: Family, answers: dict[tuple[str, float], Texts], new_tokens: int
 ) -> dict[str, Any]:
-    """Return the report: by prompt set, temperature and k, the acceptance of greedy and of sampled drafts."""
+    """Return the acceptance of greedy and sampled drafts, by prompt set, temperature and k."""
     report: dict[str, Any] = {"new_tokens": new_tokens}
     for (name, temperature), texts in answers.items():
         drafts = list(answer_drafts(target, family.head, family.layers, texts, max(LENGTHS)))
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def _shortened(texts: Texts, prompts: list[list[int]], new_tokens: int) -> Texts:
-    """The texts with at most new_tokens tokens of each answer."""
+    """Return the texts with at most new_tokens tokens marked in each answer."""
     starts = torch.tensor([len(prompt) for prompt in prompts], device=texts.own.device)[:, None]
     places = torch.arange(texts.own.shape[1], device=texts.own.device)
     return Texts(texts.tokens, texts.own & (places < starts + new_tokens))
@@ -116,7 +116,7 @@ def _count(drafts: list[Drafts], texts: Texts, temperature: float) -> dict[str, 
 
 
 def _calibration(drafts: list[Drafts], coins: list[torch.Tensor]) -> dict[str, Any]:
-    """Of the sampled drafts whose predecessors in the step were accepted."""
+    """Return the calibration over sampled drafts whose predecessors in the step were accepted."""
     calibration = Calibration()
     for each, rows in zip(drafts, coins, strict=True):
         reached = torch.cat([torch.ones(len(rows), 1), rows[:, :-1].float()], 1).cumprod(1) > 0

@@ -1,4 +1,4 @@
-"""Writes heads as other engines load them; weights are rounded to bfloat16 here and nowhere else."""
+"""Exports heads in the published layouts, with weights in bfloat16."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SHARD_BYTES = 15_000_000
 
 
 def _common_config(shape: HeadShape, end: int) -> dict[str, Any]:
-    """Keys that the configurations of all heads share."""
+    """Return the keys that all heads' config.json share."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -34,9 +34,9 @@ def _common_config(shape: HeadShape, end: int) -> dict[str, Any]:
 
 
 def export_eagle3(head: Eagle3Head, layers: list[int], directory: Path, end: int) -> None:
-    """Write the published EAGLE-3 layout (SafeAILab/EAGLE, loaded by vLLM as it is).
+    """Write the published EAGLE-3 layout (SafeAILab/EAGLE), which vLLM loads.
 
-    A head of the target's whole vocabulary has no lm_head of its own.
+    A head with the target's whole vocabulary is written without lm_head.
     """
     state, shape = _folded(head), head.shape
     config = {
@@ -47,7 +47,7 @@ def export_eagle3(head: Eagle3Head, layers: list[int], directory: Path, end: int
         "draft_vocab_size": shape.vocab_size if head.lm_head is None else head.lm_head.out_features,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
-    # EAGLE's code reads the target's embedding only where this key is absent: it stands for another width alone.
+    # EAGLE's code loads the target's embedding only if this key is absent, so write it only if the widths differ.
     target_hidden_size = state["fc.weight"].shape[1] // len(layers)
     if target_hidden_size != shape.hidden_size:
         config["target_hidden_size"] = target_hidden_size
@@ -78,7 +78,7 @@ def export_dspark(head: DSparkHead, layers: list[int], target_layers: int, direc
 
 
 def _folded(head: Eagle3Head | DSparkHead) -> dict[str, Tensor]:
-    """Return the head's weights for the target's states as they are."""
+    """Return the head's weights with the scale of the states folded into `fc`."""
     state = dict(head.state_dict())
     state["fc.weight"] = head.fc.folded()
     del state["fc.scale"]

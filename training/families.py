@@ -1,4 +1,4 @@
-"""The families of heads that are trained: how each is made for a target, taught, written and read."""
+"""The families of heads: how each is created for a target, trained, exported and loaded."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +19,17 @@ from training.target import Target
 
 @dataclass(frozen=True)
 class Sizes:
-    """What may be chosen about a head.
+    """Sizes and training options of a head.
 
-    Attributes
-    ----------
-    draft_layers, intermediate_size, block_size, markov_rank, anchors
-        Of a DSpark head; anchors are those of one conversation in training.
-    soft, by_survival
-        Of a DSpark head's loss: the weight of the cross entropy of the target's distribution, in place of that of the
-        tokens where it is not 0; whether slots weigh what they bring.
-    draft_vocab_size
-        Of an EAGLE-3 head: the tokens that the target writes most often; None for all, by the target's own lm_head.
-    steps
-        Chained steps of EAGLE-3's training.
+    Attributes:
+        draft_layers, intermediate_size, block_size, markov_rank: Sizes of a DSpark head.
+        soft: DSpark: weight of the cross entropy to the target's distribution; if not 0, it replaces the cross
+            entropy to the tokens.
+        by_survival: DSpark: weigh each slot by `survival_weights`.
+        anchors: DSpark: blocks per conversation in training.
+        draft_vocab_size: EAGLE-3: number of tokens, the target's most frequent ones; None for the target's whole
+            vocabulary and lm_head.
+        steps: EAGLE-3: chained draft steps in training.
     """
 
     draft_layers: int = 5
@@ -48,14 +46,10 @@ class Sizes:
 class Family(Protocol):
     """A head for one target.
 
-    Attributes
-    ----------
-    head
-        The module that is trained.
-    outer
-        First parts of the names of weights that AdamW trains rather than Muon.
-    layers
-        The target's layers that the head reads, as the family counts them.
+    Attributes:
+        head: The trained module.
+        outer: Name prefixes of the matrices that AdamW trains; Muon trains the others.
+        layers: The target layers whose states are the head's features, in the family's own numbering.
     """
 
     outer: tuple[str, ...]
@@ -65,7 +59,7 @@ class Family(Protocol):
     def head(self) -> torch.nn.Module: ...
 
     def prepare(self, conversations: Conversations) -> None:
-        """Read what the head must know of the data before it is trained."""
+        """Initialize the parts of the head that depend on the data."""
 
     def objective(self, terms: Terms) -> Objective: ...
 
@@ -75,7 +69,7 @@ class Family(Protocol):
 
 
 class Eagle3:
-    """An EAGLE-3 head of one layer like the target's."""
+    """An EAGLE-3 head with one layer of the target's shape."""
 
     outer: tuple[str, ...] = ("lm_head",)
 
@@ -87,7 +81,7 @@ class Eagle3:
         self.head = Eagle3Head(shape, config.hidden_size, sizes.draft_vocab_size).to(target.device)
 
     def prepare(self, conversations: Conversations) -> None:
-        """Take the scale of the target's states, the draft vocabulary and its rows of the target's lm_head."""
+        """Set the scale of the target's states, the draft vocabulary and its rows of the target's lm_head."""
         self.head.fc.measure(self.target.states(conversations[0][0], self.layers)[0][:, 1:])
         if self.head.lm_head is None:
             return
@@ -99,20 +93,17 @@ class Eagle3:
         print(f"the draft vocabulary covers {counts[ids].sum() / counts.sum():.4f} of the answers", flush=True)
 
     def objective(self, terms: Terms) -> Objective:
-        """See `Family`."""
         return Eagle3Objective(self.target, self.head, self.layers, self.sizes.steps, terms)
 
     def export(self, directory: Path) -> None:
-        """See `Family`."""
         export_eagle3(self.head, self.layers, directory, self.end)
 
     def load(self, directory: Path) -> None:
-        """See `Family`."""
         load_weights(self.head, directory)
 
 
 class DSpark:
-    """A DSpark head of layers like the target's."""
+    """A DSpark head with layers of the target's shape."""
 
     outer: tuple[str, ...] = ("markov_head.markov", "confidence_head")
 
@@ -127,12 +118,11 @@ class DSpark:
         self.head = DSparkHead(shape, width, sizes.block_size, sizes.markov_rank, mask_token).to(target.device)
 
     def prepare(self, conversations: Conversations) -> None:
-        """Take the scale of the target's states."""
+        """Set the scale of the target's states."""
         entered = [layer + 1 for layer in self.layers]
         self.head.fc.measure(self.target.states(conversations[0][0], entered)[0][:, 1:])
 
     def objective(self, terms: Terms) -> Objective:
-        """See `Family`."""
         mixture = Mixture(token=0.0, soft=self.sizes.soft, distance=0.9) if self.sizes.soft else DSPARK
         return DSparkObjective(
             self.target,
@@ -145,9 +135,7 @@ class DSpark:
         )
 
     def export(self, directory: Path) -> None:
-        """See `Family`."""
         export_dspark(self.head, self.layers, self.target.config.num_hidden_layers, directory, self.end)
 
     def load(self, directory: Path) -> None:
-        """See `Family`."""
         load_weights(self.head, directory)

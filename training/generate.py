@@ -1,7 +1,7 @@
-"""Texts that the target writes, in large batches: answers to prompts, and conversations with itself.
+"""Generates texts with the target in large batches: answers to prompts, and conversations.
 
-All rows of a batch are at the same position, so a step is one forward of one token a row with no mask. Prompts of any
-length, and what stands between turns, are scripts: tokens that replace the sampled ones.
+All rows of a batch are at the same position, so a step is one forward pass with one token per row and without a mask.
+Prompts, and the tokens between turns, are scripts: forced tokens that replace the sampled ones.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,18 @@ from training.chat import Turns
 from training.target import Target
 
 _NAME = "draftwire_lockstep"
-USER_TEMPERATURE = 0.8  # of the turns that the target writes for the user; at 1 a small target rambles
+USER_TEMPERATURE = 0.8  # of generated user turns; at 1 those of a small target are incoherent
 _USER, _ANSWER, _DONE = range(3)
-# cuDNN attention is left out: it plans anew for every length, which costs more than the step itself.
+# Without cuDNN attention: it builds a new plan for every length, which takes longer than the step itself.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Texts(NamedTuple):
-    """Rows of one length.
+    """Generated texts of one length.
 
-    Attributes
-    ----------
-    tokens
-        [B, L] int64.
-    own
-        [B, L] bool: tokens of answers, their end included, that the target sampled.
+    Attributes:
+        tokens: Token ids, [B, L] int64.
+        own: Mask of the sampled tokens of answers, including the end token, [B, L] bool.
     """
 
     tokens: Tensor
@@ -40,14 +37,14 @@ class Texts(NamedTuple):
 
 
 class _LockstepCache:
-    """Keys and values of all layers [B, KV heads, L, D], filled by one position at a time."""
+    """Keys and values of all layers, each [B, KV heads, L, D], filled one position at a time."""
 
     def __init__(self, length: int) -> None:
         self.length, self.position = length, 0
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """Output [B, 1, H, D] of a query [B, H, 1, D] after its key and value [B, KV, 1, D] are added."""
+        """Store key and value [B, KV, 1, D] and return the query's [B, H, 1, D] attention output [B, 1, H, D]."""
         if layer not in self.layers:
             shape = (*key.shape[:2], self.length)
             self.layers[layer] = (key.new_empty(*shape, key.shape[3]), value.new_empty(*shape, value.shape[3]))
@@ -55,7 +52,7 @@ class _LockstepCache:
         last = self.position + 1
         first = 0 if window is None else max(0, last - window)
         keys[:, :, last - 1], values[:, :, last - 1] = key[:, :, 0], value[:, :, 0]
-        # The query heads of one key-value head stand behind each other as rows, so that no key is copied.
+        # The query heads of one key-value head become rows, so that no key is copied.
         rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
         out = F.scaled_dot_product_attention(rows, keys[:, :, first:last], values[:, :, first:last], scale=scale)
         return out.flatten(1, 2)[:, None]
@@ -76,7 +73,7 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if _cache is None or attention_mask is not None:
-        raise RuntimeError("the lock-step attention runs without a mask, inside `_writing`")
+        raise RuntimeError("the lock-step attention must run without a mask, inside `_writing`")
     layer: Any = module.layer_idx
     return _cache.attend(layer, query, key, value, scaling, sliding_window), None
 
@@ -86,7 +83,7 @@ AttentionInterface.register(_NAME, _attend)
 
 @contextmanager
 def _writing(target: Target, length: int) -> Iterator[_LockstepCache]:
-    """Within it, the target's forward passes go through one lock-step cache."""
+    """Let the target's forward passes use one lock-step cache inside the context."""
     global _cache
     _cache = _LockstepCache(length)
     usual = target.model.config._attn_implementation
@@ -100,16 +97,16 @@ def _writing(target: Target, length: int) -> Iterator[_LockstepCache]:
 
 
 def draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """Samples [B] of logits [B, V] at each row's temperature [B, 1]; argmax at temperature 0.
+    """Return samples [B] from logits [B, V] at each row's temperature [B, 1]; argmax at temperature 0.
 
-    argmax(logits / T + Gumbel noise) is argmax(logits + T * noise), which holds for T = 0 too.
+    argmax(logits / T + Gumbel noise) equals argmax(logits + T * noise), which also covers T = 0.
     """
     noise = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).clamp_min_(1e-20).log_()
     return noise.mul_(-temperatures).add_(logits).argmax(-1)
 
 
 class _Script:
-    """Forced tokens of each row: places in one flat list, in which -1 ends each sequence."""
+    """Forced tokens of each row: an index into one flat list, in which -1 ends each sequence."""
 
     def __init__(self, prompts: list[list[int]], turns: Turns | None, device: torch.device) -> None:
         flat: list[int] = [-1]
@@ -122,7 +119,7 @@ class _Script:
         self.to_answer, self.to_user = starts[len(prompts) :] if turns else (0, 0)
 
     def next(self) -> Tensor:
-        """Forced tokens [B] of this step; -1 where there is none."""
+        """Return the forced tokens [B] of this step; -1 for rows without one."""
         forced = self.flat[self.place]
         self.place += (forced >= 0).long()
         return forced
@@ -139,16 +136,17 @@ def write(
     end: int,
     turns: Turns | None = None,
 ) -> Texts:
-    """Return rows of `length` tokens that begin with the prompts.
+    """Return texts of `length` tokens that start with the prompts.
 
-    Parameters
-    ----------
-    temperatures
-        Of the answers of each row. User turns have USER_TEMPERATURE.
-    end
-        Token that ends an answer. What follows without `turns` is not the target's own.
-    turns
-        Prompts end within a user turn; the target goes on, answers, and writes further user turns up to `length`.
+    Args:
+        target: The target, which generates the texts.
+        prompts: Token ids of each row's prompt.
+        temperatures: Temperature of each row's answers. User turns have USER_TEMPERATURE.
+        length: Tokens per row, including the prompt.
+        seed: Seed of the samples.
+        end: Token that ends an answer. Without `turns`, `own` excludes the tokens after it.
+        turns: If set, prompts end within a user turn, which the target continues; answers and further user turns
+            follow up to `length`.
     """
     device = target.device
     script = _Script(prompts, turns, device)

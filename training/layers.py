@@ -32,9 +32,9 @@ class HeadShape:
 
 
 def shape_of(config: Any, **sizes: int) -> HeadShape:
-    """Return the shape of layers that are like a target's; `sizes` replace its own.
+    """Return the shape of a target's layers, with `sizes` replaced.
 
-    The rotary base is the target's, without the scaling that some targets have for long contexts.
+    The rotary base is the target's, without its scaling for long contexts.
     """
     heads = config.num_attention_heads
     shape = HeadShape(
@@ -53,7 +53,7 @@ def shape_of(config: Any, **sizes: int) -> HeadShape:
 
 
 def rotary_tables(shape: HeadShape, positions: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [positions, head_dim] float32, in the half-split layout of transformers."""
+    """Return cosines and sines, [positions, head_dim] float32, in the half-split layout of transformers."""
     half = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), shape.rope_theta**-half)
     angles = torch.cat([angles, angles], dim=-1)
@@ -61,13 +61,13 @@ def rotary_tables(shape: HeadShape, positions: int, device: torch.device | str) 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions, in float32, to x [..., T, head_dim]; cos and sin broadcast against it."""
+    """Apply rotary positions, in float32, to x [..., T, head_dim]; cos and sin broadcast to its shape."""
     first, second = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in float32."""
+    """RMS norm over the last dimension, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class RMSNorm(nn.Module):
 
 
 class Fusion(nn.Linear):
-    """A projection of the target's states, trained on states whose channels all have a root mean square of 1.
+    """A projection of the target's states, trained on states scaled to a root mean square of 1 in every channel.
 
-    Channels and layers of a target differ by factors of a hundred, and a few large channels would take the whole
-    gradient. `export` folds the scale into the weight.
+    Channels and layers of a target differ by factors of a hundred, and a few large channels would dominate the
+    gradient. The export folds the scale into the weight.
     """
 
     scale: Tensor  # [fused_width] float32
@@ -96,17 +96,17 @@ class Fusion(nn.Linear):
         return F.linear(states, self.folded())
 
     def folded(self) -> Tensor:
-        """Return the weight for the target's states as they are, [hidden_size, fused_width]."""
+        """Return the weight for unscaled states, [hidden_size, fused_width]."""
         return self.weight / self.scale
 
     def measure(self, states: Tensor) -> None:
-        """Take the scale of states [..., fused_width]."""
+        """Set the scale to the root mean square of states [..., fused_width]."""
         squares = states.float().flatten(0, -2).square().mean(0)
         self.scale.copy_(squares.sqrt().clamp_min(1e-6))
 
 
 class MLP(nn.Module):
-    """Gated SiLU."""
+    """MLP with a SiLU gate."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query projections; `width` is that of the input (twice the hidden size in an EAGLE-3 head)."""
+    """Projections of grouped-query attention; an EAGLE-3 head's input `width` is twice the hidden size."""
 
     def __init__(self, shape: HeadShape, width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, shape.rms_norm_eps)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotated queries [B, heads, T, D] of x [B, T, width]; cos and sin broadcast against them."""
+        """Return rotated queries [B, heads, T, D] of x [B, T, width]; cos and sin broadcast to their shape."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         q = self.q_norm(q) if self.qk_norm else q
         return rotate(q.transpose(1, 2), cos, sin)
 
     def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, heads, T, D], those of a key-value head repeated for its query heads."""
+        """Return rotated keys and values [B, heads, T, D], those of a key-value head repeated for its query heads."""
         group = self.heads // self.kv_heads
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         k = self.k_norm(k) if self.qk_norm else k
@@ -149,12 +149,12 @@ class Attention(nn.Module):
         return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
     def merge(self, heads: Tensor) -> Tensor:
-        """Output projection of [B, heads, T, D]."""
+        """Return the output projection [B, T, hidden] of heads [B, heads, T, D]."""
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw matrices from a normal distribution of deviation 0.02."""
+    """Draw all matrices from a normal distribution with standard deviation 0.02."""
     for weight in model.parameters():
         if weight.ndim == 2:
             nn.init.normal_(weight, std=0.02)

@@ -1,7 +1,7 @@
-"""Losses of a head's logits against the target's, over the whole vocabulary and without keeping any logits.
+"""Losses between a head's and the target's logits over the whole vocabulary, in pieces of `PIECE` rows.
 
-Logits of a vocabulary are the largest tensors of training. So rows are taken in pieces of `PIECE`; the gradient of a
-piece is computed as soon as its logits are, and only the gradients of states and weights are kept.
+Logits are the largest tensors of training. So the gradient of a piece is computed together with its logits, and only
+the gradients of states and weights are kept.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,12 @@ PIECE = 4096
 
 
 class Mixture(NamedTuple):
-    """Weights of the losses of a row.
+    """Weights of a row's losses.
 
-    Attributes
-    ----------
-    token
-        Cross entropy of the token that the target wrote.
-    soft
-        Cross entropy of the target's distribution.
-    distance
-        Sum over the vocabulary of |q - p|, twice the total variation.
+    Attributes:
+        token: Weight of the cross entropy to the token that the target generated.
+        soft: Weight of the cross entropy to the target's distribution.
+        distance: Weight of the sum of |q - p| over the vocabulary, twice the total variation.
     """
 
     token: float
@@ -38,16 +34,12 @@ DSPARK = Mixture(token=0.1, soft=0.0, distance=0.9)  # 2607.05147, and deepseek-
 
 
 class RowStatistics(NamedTuple):
-    """Of each row [R] float32: losses, and how the head's distribution agrees with the target's.
+    """Loss and agreement with the target of each row, each field [R] float32.
 
-    Attributes
-    ----------
-    loss
-        The mixture.
-    accept
-        1 - total variation: the probability that a draft drawn from the head is accepted.
-    hit
-        Whether both have the same most likely token.
+    Attributes:
+        loss: Weighted sum of the losses of `Mixture`.
+        accept: 1 - total variation, the probability that a draft sampled from the head is accepted.
+        hit: 1 if head and target have the same most likely token, else 0.
     """
 
     loss: Tensor
@@ -58,9 +50,9 @@ class RowStatistics(NamedTuple):
 def row_terms(
     logits: Tensor, teacher: Tensor, tokens: Tensor, weights: Tensor, mixture: Mixture
 ) -> tuple[Tensor, RowStatistics]:
-    """Gradient of each row's weighted loss with respect to its logits [R, V], and the row's statistics.
+    """Return the gradient of each row's weighted loss with respect to its logits, and the rows' statistics.
 
-    logits and teacher [R, V], tokens [R] int64, weights [R] float32; the gradient has the type of the logits.
+    logits and teacher: [R, V]. tokens: [R] int64. weights: [R] float32. The gradient has the logits' shape and dtype.
     """
     scores, wanted = logits.float(), teacher.float()
     normaliser = scores.logsumexp(-1, keepdim=True)
@@ -84,18 +76,12 @@ Terms = Callable[[Tensor, Tensor, Tensor, Tensor, Mixture], tuple[Tensor, RowSta
 class Rows(NamedTuple):
     """Rows of one loss.
 
-    Attributes
-    ----------
-    states
-        [R, hidden]: the head's states before lm_head.
-    latent
-        [R, rank]: the Markov head's latents, or None.
-    teacher
-        [R, hidden]: the target's states before lm_head.
-    tokens
-        [R] int64: the tokens that the target wrote there.
-    weights
-        [R] float32: what a row's loss weighs; rows of weight 0 may hold anything.
+    Attributes:
+        states: The head's states before lm_head, [R, hidden].
+        latent: Output of the Markov head before W2, [R, rank]; None without a Markov head.
+        teacher: The target's states before lm_head, [R, hidden].
+        tokens: The tokens that the target generated, [R] int64.
+        weights: Weight of each row's loss, [R] float32; the content of rows with weight 0 is arbitrary.
     """
 
     states: Tensor
@@ -161,21 +147,18 @@ def distil(
     mixture: Mixture,
     terms: Terms = row_terms,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the weighted losses, and `accept` and `hit` of each row [R], which have no gradient.
+    """Return the sum of the weighted losses, and `accept` and `hit` of each row [R] without gradient.
 
-    Parameters
-    ----------
-    output
-        [V, hidden]: lm_head of the head. It gets a gradient where it requires one.
-    markov
-        [V, rank]: W2 of the Markov head, or None.
-    teacher_output
-        [V, hidden]: lm_head of the target, over the head's vocabulary. Products are computed in its type.
-    terms
-        `row_terms`, or its compiled form.
+    Args:
+        rows: The rows.
+        output: The head's lm_head, [V, hidden].
+        markov: W2 of the Markov head, [V, rank], or None.
+        teacher_output: The target's lm_head over the head's vocabulary, [V, hidden]. Products have its dtype.
+        mixture: Weights of the losses.
+        terms: `row_terms` or its compiled form.
     """
     count = len(rows.tokens)
-    # Pieces of one size, so that `terms` is compiled once.
+    # Pad to pieces of one size, so that `terms` is compiled once.
     missing = -count % min(PIECE, 64 * max(1, -(-count // 64)))
     rows = Rows(*(None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in rows))  # type: ignore[arg-type]
     loss, accept, hit = _Distil.apply(rows.states, rows.latent, output, markov, (rows, teacher_output, mixture, terms))

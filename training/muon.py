@@ -1,8 +1,8 @@
-"""Muon for stacks of equal matrices: momentum, made orthogonal by a Newton-Schulz iteration.
+"""Muon for stacks of matrices of one shape: momentum, orthogonalised by a Newton-Schulz iteration.
 
-Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/); the five-step coefficients are from there.
-Matrices of one shape are orthogonalised together, as one batched product, because at this model's size the kernel
-launches of one-by-one processing would cost more than the arithmetic.
+Algorithm and coefficients are those of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/). Matrices of
+one shape are orthogonalised as one batch, because for small models the kernel launches of single matrices would take
+longer than the arithmetic.
 """
 
 import torch
@@ -12,7 +12,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrices, roughly, of [N, rows, columns]; computed in bf16."""
+    """Return the approximately nearest semi-orthogonal matrices of [N, rows, columns], computed in bfloat16."""
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
@@ -32,7 +32,7 @@ def gradient(weight: Tensor) -> Tensor:
 
 
 class Muon:
-    """Optimizer of hidden matrices; its state is one momentum stack per shape."""
+    """Optimizer of matrices; its state is one momentum stack per shape."""
 
     def __init__(self, weights: list[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.1) -> None:
         self.momentum, self.weight_decay = momentum, weight_decay

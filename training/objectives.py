@@ -1,4 +1,4 @@
-"""What each family of heads learns from a batch of the target's own conversations."""
+"""The loss of each family of heads on a batch of conversations."""
 
 import math
 from typing import NamedTuple, Protocol
@@ -12,19 +12,17 @@ from training.eagle3 import Eagle3Head
 from training.losses import DSPARK, EAGLE3, Mixture, Rows, Terms, distil
 from training.target import Target
 
-STEP_DECAY = 0.8  # EAGLE-3: weight of a draft step against the step before
+STEP_DECAY = 0.8  # EAGLE-3: weight of a draft step relative to the preceding step
 SLOT_DECAY = 4.0  # DSpark: gamma of exp(-(k - 1) / gamma)
 
 
 class Report(NamedTuple):
-    """Loss of a batch, and of each draft position [k] the share of rows that agree.
+    """Loss of a batch, and agreement with the target by draft position.
 
-    Attributes
-    ----------
-    hits
-        Share of rows whose most likely token is the target's.
-    accepts
-        Mean of 1 - total variation.
+    Attributes:
+        loss: The loss, a scalar.
+        hits: Share of rows whose most likely token is the target's, [k].
+        accepts: Mean of 1 - total variation, [k].
     """
 
     loss: Tensor
@@ -33,28 +31,27 @@ class Report(NamedTuple):
 
 
 class Objective(Protocol):
-    """What a head is trained to."""
+    """The training objective of a head."""
 
     def loss(self, tokens: Tensor, own: Tensor) -> Report:
-        """Return the report of tokens [B, T], of which `own` [B, T] bool marks those that the target answered."""
+        """Return the report for tokens [B, T] int64; `own` [B, T] bool marks answer tokens."""
 
 
 def _means(values: Tensor, weights: Tensor) -> Tensor:
-    """Means over the first dimension of values [R, k], by weights [R, k]."""
+    """Return the means of values [R, k] over the first dimension, weighted by weights [R, k]."""
     return (values * weights).sum(0) / weights.sum(0).clamp_min(1e-9)
 
 
 class Eagle3Objective:
     """The training-time test of EAGLE-3 (2503.01840, section 3.1).
 
-    `steps` chained steps take the head's own states, and the tokens that the target wrote; step s weighs 0.8^s.
+    `steps` chained steps use the head's own states and the target's tokens; step s has the weight 0.8^s.
     """
 
     def __init__(self, target: Target, head: Eagle3Head, layers: list[int], steps: int, terms: Terms) -> None:
         self.target, self.head, self.layers, self.steps, self.terms = target, head, layers, steps, terms
 
     def loss(self, tokens: Tensor, own: Tensor) -> Report:
-        """See `Objective`."""
         features, final = self.target.states(tokens, self.layers)
         rows = tokens.shape[1] - 1
         padded = F.pad(tokens, (0, self.steps))
@@ -64,7 +61,7 @@ class Eagle3Objective:
 
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=final.dtype == torch.bfloat16):
             chain = self.head.chain(features[:, :rows], self.target.embedding, written, self.steps)
-        # Row i of step s predicts x_{i+2+s}, which the target's state of position i + 1 + s predicts too.
+        # Row i of step s predicts x_{i+2+s}, as does the target's state of position i + 1 + s.
         places = torch.arange(rows, device=tokens.device)[:, None] + torch.arange(self.steps, device=tokens.device)
         teacher = F.pad(final, (0, 0, 0, self.steps))[:, 1 + places]
         labels = padded[:, 2 + places]
@@ -75,7 +72,7 @@ class Eagle3Objective:
         ids = self.head.draft_ids
         output = self.target.output if self.head.lm_head is None else self.head.lm_head.weight
         teacher_output = self.target.output if ids is None else self.target.output[ids]
-        # The written token plays no part in this loss, and may be outside a reduced vocabulary.
+        # This loss does not depend on the labels, which may be outside a reduced vocabulary.
         labels = labels if ids is None else torch.zeros_like(labels)
         selected = Rows(
             torch.stack(chain, dim=2).flatten(0, 2)[kept],
@@ -92,9 +89,9 @@ class Eagle3Objective:
 class DSparkObjective:
     """DSpark's loss on blocks after random anchors (2607.05147; deepseek-ai/DeepSpec, modeling/dspark/loss.py).
 
-    0.1 cross entropy + 0.9 |q - p| + cross entropy of the confidence against the acceptance 1 - |q - p| / 2, slot k
-    weighing exp(-(k - 1) / 4). An anchor and all tokens up to a slot's must be the target's answer. With
-    `by_survival` the first two weigh a slot by `survival_weights` of the confidences.
+    The loss of slot k is 0.1 cross entropy + 0.9 |q - p| + cross entropy between confidence and acceptance
+    1 - |q - p| / 2, with the weight exp(-(k - 1) / 4). A slot counts if all tokens from its anchor to its own are
+    answer tokens. With `by_survival` the weights of the first two terms are `survival_weights` of the confidences.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class DSparkObjective:
         self.layers, self.mixture, self.by_survival = layers, mixture, by_survival
 
     def loss(self, tokens: Tensor, own: Tensor) -> Report:
-        """See `Objective`."""
         size = self.head.block_size
         states, final = self.target.states(tokens, [layer + 1 for layer in self.layers])
         usable = own[:, :-1] & own[:, 1:]
@@ -121,7 +117,7 @@ class DSparkObjective:
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=final.dtype == torch.bfloat16):
             block = self.head.block(states, padded, anchors, self.target.embedding)
         offsets = torch.arange(size, device=tokens.device)
-        places = anchors[..., None] + offsets  # position whose target state predicts the slot
+        places = anchors[..., None] + offsets  # the target's state of this position predicts the slot
         batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
         answered = F.pad(own, (0, size))
         counted = (answered[batch, places + 1] & usable.gather(1, anchors)[..., None]).float().cumprod(-1)
@@ -148,9 +144,10 @@ class DSparkObjective:
 
 
 def survival_weights(accepts: Tensor) -> Tensor:
-    """Return the derivative of the tokens expected of a block by each slot's acceptance, [..., block_size].
+    """Return the derivative of a block's expected length by each slot's acceptance, [..., block_size].
 
-    A block brings sum over k of a_1 ... a_k tokens; its derivative by a_k is a_1 ... a_{k-1} (1 + a_{k+1} + ...).
+    The expected number of accepted drafts is the sum of a_1 ... a_k over k. Its derivative by a_k is
+    a_1 ... a_{k-1} (1 + a_{k+1} + a_{k+1} a_{k+2} + ...).
     """
     before = torch.cat([torch.ones_like(accepts[..., :1]), accepts[..., :-1]], dim=-1).cumprod(-1)
     after = torch.ones_like(accepts)
@@ -160,7 +157,7 @@ def survival_weights(accepts: Tensor) -> Tensor:
 
 
 def expected_length(accepts: Tensor) -> float:
-    """Tokens a step for rates of acceptance by position, taken as independent."""
+    """Return the expected tokens per step for acceptance rates by position, assuming independence."""
     total, survival = 1.0, 1.0
     for rate in accepts.tolist():
         survival *= rate

@@ -1,7 +1,7 @@
-"""Makes the target of the test pair, a small Llama that writes Python: `python -m training.pair --out DIR --work DIR`.
+"""Trains the target of the test pair, a small Llama for Python code: `python -m training.pair --out DIR --work DIR`.
 
-The target is trained from nothing on the source of Python's standard library, and then continues windows of that
-source; `python -m training.run --stages train` with the same --work trains heads on what it wrote.
+The target is trained from scratch on the source of Python's standard library, and then continues windows of that
+source; `python -m training.run --stages train` with the same --work trains heads on these texts.
 """
 
 import argparse
@@ -40,14 +40,14 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-END = 0  # <|endoftext|>, which stands before every file
+END = 0  # <|endoftext|>, which precedes every file
 WINDOW = 1024
-HELD_OUT = 50  # one file in so many
+HELD_OUT = 50  # one in 50 files is held out
 LARGEST_FILE = 400_000
 
 
 def read_source(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the Python files below a folder, in two lists: for training and held out."""
+    """Return the text of the Python files below a folder, in two lists: for training, and held out."""
     parts: tuple[list[str], list[str]] = ([], [])
     files = [file for file in sorted(folder.rglob("*.py")) if "site-packages" not in file.parts]
     for number, file in enumerate(files):
@@ -59,13 +59,13 @@ def read_source(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
-    """Return the tokens of all texts, each after END."""
+    """Return the tokens [N] of all texts, each preceded by END."""
     encodings = tokenizer.encode_batch_fast(texts)
     return torch.tensor([token for encoding in encodings for token in (END, *encoding.ids)])
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """Cross entropy of tokens [B, T + 1], in nats a token."""
+    """Return the cross entropy of tokens [B, T + 1] in nats per token."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         logits = model(tokens[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -100,14 +100,14 @@ def train(tokens: Tensor, tokenizer: Path, arguments: argparse.Namespace) -> Lla
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
-    """Mean cross entropy over windows of held-out tokens [N], in bits a token."""
+    """Return the mean cross entropy over windows of held-out tokens [N] in bits per token."""
     windows = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW)
     losses = [loss_of(model, part).item() * len(part) for part in windows.split(16)]
     return sum(losses) / len(windows) / math.log(2)
 
 
 def write_texts(target: Target, tokens: Tensor, arguments: argparse.Namespace) -> None:
-    """Let the target continue windows of tokens [N], in files of one batch each."""
+    """Let the target continue windows of tokens [N], and write one file per batch."""
     folder = arguments.work / "conversations"
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(arguments.seed)
@@ -124,15 +124,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the target")
     parser.add_argument("--tokenizer", type=Path, default=Path("models/demo/target"), help="directory of its tokenizer")
-    parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="Python files")
-    parser.add_argument("--work", type=Path, default=Path("training/work/pair"), help="checkpoint and texts")
+    parser.add_argument(
+        "--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="directory of Python files"
+    )
+    parser.add_argument("--work", type=Path, default=Path("training/work/pair"), help="directory of checkpoint, texts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=1.2, help="length of the training")
-    parser.add_argument("--batch", type=int, default=64, help=f"windows of {WINDOW} tokens in a step")
+    parser.add_argument("--minutes", type=float, default=1.2, help="duration of the training")
+    parser.add_argument("--batch", type=int, default=64, help=f"windows of {WINDOW} tokens per step")
     parser.add_argument("--files", type=int, default=2, help="files of texts")
-    parser.add_argument("--rows", type=int, default=8192, help="texts of a file")
-    parser.add_argument("--length", type=int, default=384, help="tokens of a text")
-    parser.add_argument("--seed", type=int, default=1, help="of the texts")
+    parser.add_argument("--rows", type=int, default=8192, help="texts per file")
+    parser.add_argument("--length", type=int, default=384, help="tokens per text")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the texts")
     return parser.parse_args()
 
 
@@ -147,7 +149,7 @@ def main() -> None:
     print(f"{len(trained)} and {len(held_out)} tokens in {time.monotonic() - began:.0f} s", flush=True)
     model = train(trained.to(arguments.device), arguments.tokenizer, arguments)
     bits = held_out_loss(model.eval(), held_out.to(arguments.device))
-    print(json.dumps({"held-out tokens": len(held_out), "bits a token": round(bits, 4)}), flush=True)
+    print(json.dumps({"held-out tokens": len(held_out), "bits per token": round(bits, 4)}), flush=True)
     write_texts(Target(arguments.out, arguments.device, torch.float32), trained, arguments)
 
 

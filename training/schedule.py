@@ -1,6 +1,6 @@
-"""A training run measured in seconds, over as many invocations as it takes.
+"""A training run of a given duration, which may be interrupted and resumed.
 
-The learning rate follows the share of the run's seconds, so that a run cut anywhere ends well when it is resumed.
+The learning rate depends on the share of the duration, so a resumed run has the same schedule.
 """
 
 import time
@@ -27,7 +27,7 @@ class Optimizers:
         self.adam = torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
 
     def step(self, share: float) -> None:
-        """One update of everything at `share` of the peak learning rates."""
+        """Update all weights at `share` of the peak learning rates, and clear the gradients."""
         self.muon.step(MUON_LR * share)
         for group in self.adam.param_groups:
             group["lr"] = ADAM_LR * share
@@ -45,9 +45,9 @@ class Optimizers:
 
 
 def learning_rate(progress: float, warmup: float = 0.02, decay_from: float = 0.3) -> float:
-    """Warm-up, plateau and linear decay to zero, as a share of the peak; progress runs from 0 to 1.
+    """Return the learning rate as a share of its peak, for progress from 0 to 1.
 
-    Warmup-stable-decay (MiniCPM, 2404.06395): the plateau makes the schedule independent of where a run was cut.
+    The schedule is warmup-stable-decay (MiniCPM, 2404.06395), with a linear decay to zero.
     """
     if progress < warmup:
         return max(progress, 1e-4) / warmup
@@ -55,18 +55,17 @@ def learning_rate(progress: float, warmup: float = 0.02, decay_from: float = 0.3
 
 
 class TimedRun:
-    """Clock, log and checkpoint of a run of `total_seconds` of training.
+    """Clock, log and checkpoint of a training run.
 
-    Compilation, data loading and checkpoints do not count: `restart_clock` leaves out what came before it.
+    `restart_clock` excludes compilation, data loading and checkpoints from the run's duration.
 
-    Parameters
-    ----------
-    path
-        The checkpoint. A run that finds one goes on from it, and keeps its length.
-    deadline
-        time.monotonic() at which this invocation stops, finished or not.
-    export
-        Called at every checkpoint, so that a run that is cut off leaves a head.
+    Args:
+        path: The checkpoint. If it exists, the run is resumed from it, with its duration.
+        model: The trained module.
+        optimizers: Its optimizers.
+        deadline: Value of time.monotonic() at which this process stops training.
+        total_seconds: Duration of the run over all processes.
+        export: Called at every checkpoint, so that an interrupted run leaves a head.
     """
 
     def __init__(
@@ -93,22 +92,22 @@ class TimedRun:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done."""
+        """Completed share of the run."""
         return self.seconds / self.total
 
     def unfinished(self) -> bool:
-        """Return whether this invocation has more to train."""
+        """Return whether this process should train on."""
         return self.seconds < self.total and time.monotonic() < self.deadline
 
     def restart_clock(self) -> None:
-        """Leave out the time since the last step."""
+        """Exclude the time since the last measured step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.clock = self.logged = time.monotonic()
         self.tokens_logged = self.tokens
 
     def advance(self, tokens: int, loss: Tensor) -> bool:
-        """Book one step; look at the loss, which waits for the device, every 10 steps. Return whether to log."""
+        """Count one step; check the loss, which synchronizes the device, every 10 steps. Return whether to log."""
         self.step += 1
         self.tokens += tokens
         if self.step % 10:

@@ -1,4 +1,4 @@
-"""The target as transformers runs it: the teacher of a draft head."""
+"""The target, run by transformers: the teacher of a draft head."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from draftwire.contract.errors import CheckpointError
 
 
 class Target:
-    """A frozen causal language model, and what a draft head reads of it.
+    """A frozen causal language model.
 
-    Attributes
-    ----------
-    embedding, output
-        Weights of the input embedding and of lm_head, [V, hidden].
+    Attributes:
+        embedding: Weight of the input embedding, [V, hidden].
+        output: Weight of lm_head, [V, hidden].
     """
 
     def __init__(self, directory: Path, device: str, dtype: torch.dtype) -> None:
@@ -31,16 +30,20 @@ class Target:
 
     @torch.no_grad()
     def states(self, tokens: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
-        """States of tokens [B, T]: those that enter `layers` side by side [B, T, n * hidden], and lm_head's input.
+        """Return the concatenated inputs of `layers` [B, T, n * hidden] and lm_head's input, for tokens [B, T].
 
-        Layer number num_hidden_layers stands for the normed output of the last layer, which is lm_head's input.
+        Layer num_hidden_layers stands for lm_head's input, the normed output of the last layer.
         """
         result = self.model(tokens, output_hidden_states=True, use_cache=False, logits_to_keep=1)
         hidden = result.hidden_states
         return torch.cat([hidden[layer] for layer in layers], dim=-1), hidden[-1]
 
     def _check_output(self, directory: Path) -> None:
-        """Refuse a model whose logits are more than lm_head of its last state, as scaled or capped logits are."""
+        """Reject a model whose logits are not lm_head of its last state, such as scaled or capped logits.
+
+        Raises:
+            CheckpointError: If the logits differ.
+        """
         tokens = torch.arange(1, 9, device=self.device)[None] % self.config.vocab_size
         with torch.no_grad():
             result = self.model(tokens, output_hidden_states=True, use_cache=False)

@@ -77,11 +77,9 @@ class LlguidanceMatcher:
         self.rollback = matcher.rollback
 
     def fill(self, row: int) -> None:
-        """See Matcher."""
         self._matcher.unsafe_compute_mask_ptr(self._bits[row].ctypes.data, self._bits[row].nbytes)
 
     def take(self, token: int) -> bool:
-        """See Matcher."""
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
 
@@ -93,7 +91,6 @@ class XgrammarMatcher:
         self.take, self.rollback = matcher.accept_token, matcher.rollback
 
     def fill(self, row: int) -> None:
-        """See Matcher."""
         self._matcher.fill_next_token_bitmask(self._bits, row)
 
 

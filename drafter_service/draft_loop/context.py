@@ -48,7 +48,6 @@ class LoopContext(DraftContext):
         self.rows = Rows(state.tokens, state.positions, batch)
 
     def draw(self, offset: int, logits: torch.Tensor, confidences: torch.Tensor | None = None) -> torch.Tensor:
-        """See `DraftContext.draw`."""
         if self.wants_confidences and confidences is None:
             confidences = max_probability(logits)
         columns = self._memory.sampler.draw(logits, self._mode, offset, self._inputs, self._state)
@@ -56,14 +55,12 @@ class LoopContext(DraftContext):
         return self._state.next_tokens
 
     def next_rows(self) -> Rows:
-        """See `DraftContext.next_rows`."""
         state = self._state
         ends = self._memory.row_ends[: len(state.next_lengths) + 1]
         batch = self._batch(state.next_slots, ends, state.next_lengths, 1)
         return Rows(state.next_tokens, state.next_positions, batch)
 
     def block(self, num_rows: int) -> Rows:
-        """See `DraftContext.block`."""
         block = loop_state.begin_block(self._inputs, self._state, num_rows)
         ends = self._memory.row_ends[: len(block.lengths) + 1] * num_rows
         batch = self._batch(block.slots, ends, block.lengths, num_rows)

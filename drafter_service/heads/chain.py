@@ -37,11 +37,10 @@ class ChainHead(Head):
         """Return the scores of the next token over the draft vocabulary: [N, hidden] of `forward` -> [N, V_draft]."""
 
     def enter(self, rows: Rows, states: torch.Tensor, cache: KVCache) -> None:
-        """See `Head.enter`."""
         self._pass(rows, states, cache)
 
     def draft(self, context: DraftContext, num_drafts: int) -> None:
-        """See `Head.draft`: one pass over the accepted rows, then one row of each sequence for every further draft."""
+        """Compute drafts: one pass over the accepted rows, then one row of each sequence for every further draft."""
         states = self._pass(context.rows, context.states, context.cache)[context.last_rows]
         for offset in range(num_drafts):
             if offset > 0:

@@ -64,11 +64,9 @@ class DFlashHead(Head):
         return self._embedding[self._config.mask_token_id]
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """See `Head.fuse`."""
         return self.fusion(features)
 
     def enter(self, rows: Rows, states: torch.Tensor, cache: KVCache) -> None:
-        """See `Head.enter`."""
         layer, count = self._config.layer, len(self._layers)
         kv = F.linear(self._state_norm(states), self._kv_weight, self._kv_bias)
         kv = kv.unflatten(-1, (count, 2, layer.num_kv_heads, layer.head_dim))
@@ -115,7 +113,7 @@ class DFlashHead(Head):
         return logits[: len(flat)].unflatten(0, states.shape[:2])
 
     def draft(self, context: DraftContext, num_drafts: int) -> None:
-        """See `Head.draft`. The block always has all slots, even if fewer drafts are drawn."""
+        """Compute drafts; the block always has all slots, even if fewer drafts are sampled."""
         self.enter(context.rows, context.states, context.cache)
         anchors = context.rows.tokens[context.last_rows]
         block = context.block(self._config.block_size)

@@ -37,13 +37,12 @@ class Eagle1Head(ChainHead):
         self._output = source.output(spec.target_vocab_size, hidden, shared=True)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """See `Head.fuse`; the features are the states."""
+        """Return the features, which are the states."""
         return features
 
     def forward(
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """See `ChainHead.forward`."""
         hidden = self._fc(torch.cat((F.embedding(tokens, self._embedding), g), -1))
         hidden = self._layers[0](hidden, hidden, positions, cache, batch)
         for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
@@ -51,5 +50,4 @@ class Eagle1Head(ChainHead):
         return hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
-        """See `ChainHead.logits`."""
         return F.linear(g, self._output)

@@ -51,13 +51,11 @@ class Eagle3Head(ChainHead):
         self.draft_token_ids = source.draft_vocabulary(spec.draft_vocab_size, spec.target_vocab_size)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """See `Head.fuse`."""
         return self.fusion(features)
 
     def forward(
         self, tokens: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """See `ChainHead.forward`."""
         norms = [(norm.weight, norm.eps) for norm in (self._embedding_norm, self._state_norm)]
         joined = first_input(tokens, self._embedding, norms[0], g, norms[1])
         residual = joined[:, g.shape[1] :] if self._norm_before_residual else g
@@ -67,5 +65,4 @@ class Eagle3Head(ChainHead):
         return self._norm(hidden) if self._norm_output else hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
-        """See `ChainHead.logits`."""
         return F.linear(g if self._norm_output else self._norm(g), self._output)

@@ -25,7 +25,6 @@ class PEagleHead(Eagle3Head):
         self._mask_state = self.fuse(source.vector("mask_hidden", config.spec.feature_width)[None])
 
     def draft(self, context: DraftContext, num_drafts: int) -> None:
-        """See `Head.draft`."""
         rows, cache = context.rows, context.cache
         states = self.forward(rows.tokens, context.states, rows.positions, cache, rows.batch)[context.last_rows]
         context.draw(0, self.logits(states))

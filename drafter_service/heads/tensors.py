@@ -71,7 +71,7 @@ class CheckpointTensors:
         self._dtype, self._device = dtype, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """See `TensorSource`; a tensor is taken once."""
+        """Remove a tensor from the source and return it."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise CheckpointError(f"{self._head_dir}: the weights lack the tensor {name}, shape {list(shape)}")
@@ -84,30 +84,27 @@ class CheckpointTensors:
         return self._placed(tensor, f"{self._head_dir}: tensor {original}")
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        """See `TensorSource`."""
         tensor = self._tensors.get(name)
         if tensor is not None and tensor.numel() == size == tensor.shape[-1]:
             self._tensors[name] = tensor.flatten()
         return self.take(name, size)
 
     def mask_embedding(self, hidden_size: int) -> torch.Tensor | None:
-        """See `TensorSource`."""
         return self.vector(MASK_EMBEDDING, hidden_size) if MASK_EMBEDDING in self._tensors else None
 
     def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
-        """See `TensorSource`."""
         if _EMBEDDING in self._tensors:
             return self.take(_EMBEDDING, vocab_size, hidden_size)
         return self._of_target((_EMBEDDING,), vocab_size, hidden_size)
 
     def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:
-        """See `TensorSource`; in a target without lm_head the embedding takes its place."""
+        """Return lm_head; for a target without one, the embedding."""
         if _OUTPUT in self._tensors or not shared:
             return self.take(_OUTPUT, vocab_size, hidden_size)
         return self._of_target((_OUTPUT, _EMBEDDING), vocab_size, hidden_size)
 
     def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
-        """See `TensorSource`; d2t holds the differences target id - draft id."""
+        """Return the target id of each draft id; d2t stores the differences target id - draft id."""
         offsets = self._tensors.pop("d2t", None)
         where = f"{self._head_dir}: tensor d2t"
         if offsets is None:
@@ -197,30 +194,26 @@ class RandomTensors:
         self._dtype, self.device = dtype, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """See `TensorSource`; norms are ones, other weights are normal with a standard deviation of 0.02."""
+        """Return ones for norms, and for other weights normal values with a standard deviation of 0.02."""
         if len(shape) == 1 and name.endswith("weight"):
             return torch.ones(shape, dtype=self._dtype, device=self.device)
         drawn = torch.empty(shape, dtype=self._dtype, device=self.device)
         return drawn.normal_(std=0.02, generator=self._generator)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        """See `TensorSource`."""
         return self.take(name, size)
 
     def mask_embedding(self, hidden_size: int) -> torch.Tensor | None:  # noqa: ARG002
-        """See `TensorSource`."""
         return None
 
     def embedding(self, vocab_size: int, hidden_size: int) -> torch.Tensor:
-        """See `TensorSource`."""
         return self.take(_EMBEDDING, vocab_size, hidden_size)
 
     def output(self, vocab_size: int, hidden_size: int, *, shared: bool) -> torch.Tensor:  # noqa: ARG002
-        """See `TensorSource`."""
         return self.take(_OUTPUT, vocab_size, hidden_size)
 
     def draft_vocabulary(self, draft_size: int, target_size: int) -> torch.Tensor | None:
-        """See `TensorSource`; the target's ids are evenly spaced."""
+        """Return evenly spaced target ids."""
         if draft_size == target_size:
             return None
         return torch.arange(draft_size, device=self.device) * target_size // draft_size

@@ -108,7 +108,6 @@ class AsyncClient(ClientBase):
     """
 
     def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
-        """See `ClientBase`."""
         super().__init__(address, security)
         for one in self._addresses:
             security.credentials(one)

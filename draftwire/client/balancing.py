@@ -122,7 +122,6 @@ class AsyncBalancer:
         self._rotation = Rotation()
 
     async def pick(self, timeout: float | None) -> tuple[Server[GenerationAsyncStub], float | None]:
-        """See `Balancer.pick`."""
         if len(self._servers) == 1:
             return self._servers[0], timeout
         deadline = None if timeout is None else time.monotonic() + timeout

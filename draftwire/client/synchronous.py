@@ -91,7 +91,6 @@ class Client(ClientBase):
     """
 
     def __init__(self, address: str | Sequence[str], security: ClientSecurity = LOOPBACK) -> None:
-        """See `ClientBase`."""
         super().__init__(address, security)
         self._balancer = Balancer(self._addresses, security)
 

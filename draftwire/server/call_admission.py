@@ -36,7 +36,6 @@ class AdmissionInterceptor(HandlerInterceptor):
         self._others = others
 
     def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
-        """See `HandlerInterceptor`."""
         is_own = call.method.startswith(self._prefixes)
         decode = _decoding(handler.request_deserializer)
         if is_own and handler.request_streaming:

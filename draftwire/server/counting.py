@@ -47,7 +47,6 @@ class CountingInterceptor(HandlerInterceptor):
         self._count = count
 
     def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
-        """See `HandlerInterceptor`."""
         if not call.method.startswith(self._prefix):
             return handler
         decode = _decoding(handler.request_deserializer, self._count)

@@ -21,7 +21,6 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor, ABC):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
         return None if handler is None else self.replace(handler, handler_call_details)
 

@@ -126,14 +126,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type]  # a port is a number
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """See socketserver.BaseServer."""
         connection, address = super().get_request()
         if self._tls_context is not None:
             connection = self._tls_context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See socketserver.BaseServer."""
         if not self._places.acquire(blocking=False):
             self._cut(1)
             if not self._places.acquire(timeout=CUT_TIMEOUT_S):
@@ -149,14 +147,12 @@ class _Server(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See socketserver.ThreadingMixIn."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """See socketserver.BaseServer."""
         try:
             if self._tls_context is not None:
                 request.do_handshake()
@@ -165,19 +161,17 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._forget(request)
 
     def service_actions(self) -> None:
-        """See socketserver.BaseServer: called twice a second and after each connection."""
+        """End late connections; socketserver calls this twice a second and after each connection."""
         latest = time.monotonic() - TIMEOUT_S
         with self._lock:
             num_late = sum(begun < latest for begun in self._begun.values())
         self._cut(num_late)
 
     def server_close(self) -> None:
-        """See socketserver.BaseServer."""
         super().server_close()
         self._cut(MAX_CONNECTIONS)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """See socketserver.BaseServer."""
         logger.debug("a client of the metrics failed: %s: %s", client_address[0], sys.exc_info()[1])
 
     def _cut(self, count: int) -> None:

@@ -113,7 +113,6 @@ class TokenInterceptor(HandlerInterceptor):
             raise ServerError(f"token_file = {str(token_file)!r}: there is no token in it")
 
     def replace(self, handler: Any, call: grpc.HandlerCallDetails) -> Any:
-        """See `HandlerInterceptor`."""
         given = dict(call.invocation_metadata or ()).get(AUTHORIZATION, "")
         if not call.method.startswith(self._prefixes) or self._is_known(given):
             return handler

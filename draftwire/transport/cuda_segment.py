@@ -43,7 +43,7 @@ class CudaSegment(Segment):
     def create(
         cls, size: int, device: torch.device, driver: CudaDriver | None = None
     ) -> tuple[CudaSegment, list[int]]:
-        """See `Segment.create`; the descriptor is the driver's."""
+        """Create the segment; its file descriptor is the driver's."""
         driver = driver or cuda_driver()
         with contextlib.ExitStack() as on_failure:
             with contextlib.ExitStack() as stack:
@@ -59,7 +59,7 @@ class CudaSegment(Segment):
     def attach(
         cls, fds: Sequence[int], size: int, device: torch.device, driver: CudaDriver | None = None
     ) -> CudaSegment:
-        """See `Segment.attach`. The driver refuses to map more than was allocated."""
+        """Map the segment; the driver refuses to map more than was allocated."""
         if len(fds) != 1:
             raise SegmentError(f"memory of a GPU is described by 1 file, not {len(fds)}")
         driver = driver or cuda_driver()

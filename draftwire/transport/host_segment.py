@@ -41,7 +41,7 @@ class HostSegment(Segment):
 
     @classmethod
     def create(cls, size: int, device: torch.device) -> tuple[HostSegment, list[int]]:
-        """See `Segment.create`; one file."""
+        """Create the segment as one file."""
         fd = -1
         try:
             fd = os.memfd_create("draftwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,7 +63,6 @@ class HostSegment(Segment):
 
     @classmethod
     def attach(cls, fds: Sequence[int], size: int, device: torch.device) -> HostSegment:
-        """See `Segment.attach`."""
         if len(fds) != 1:
             raise SegmentError(f"shared memory is described by 1 file, not {len(fds)}")
         (fd,) = fds

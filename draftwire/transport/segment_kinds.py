@@ -16,12 +16,10 @@ _KINDS: dict[int, type[Segment]] = {kind.carrier: kind for kind in (HostSegment,
 
 
 def create_segment(carrier: pb.Carrier, size: int, device: torch.device) -> tuple[Segment, list[int]]:
-    """See `Segment.create`."""
     return _kind(carrier).create(size, device)
 
 
 def attach_segment(carrier: pb.Carrier, fds: Sequence[int], size: int, device: torch.device) -> Segment:
-    """See `Segment.attach`."""
     if not 2 * ALIGNMENT <= size <= MAX_SEGMENT_BYTES:
         raise SegmentError(f"size = {size}: allowed range [{2 * ALIGNMENT}, {MAX_SEGMENT_BYTES}]")
     return _kind(carrier).attach(fds, size, device)

@@ -109,32 +109,26 @@ class InProcessEngine:
         self.count_refused = host.count_refused
 
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
-        """See EngineAccess."""
         loop = asyncio.get_running_loop()
         self._host.start(lambda outputs: loop.call_soon_threadsafe(deliver, outputs), on_failure)
 
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
-        """See EngineAccess."""
         return self._host.info()
 
     async def flush_cache(self) -> int:
-        """See EngineAccess."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[int] = loop.create_future()
         self._host.flush_cache(lambda count: loop.call_soon_threadsafe(_answer, answer, count))
         return await answer
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """See EngineAccess."""
         loop = asyncio.get_running_loop()
         self._host.watch_cache(lambda events: loop.call_soon_threadsafe(deliver, events))
 
     async def end_requests(self, reason: str) -> None:
-        """See EngineAccess."""
         await asyncio.to_thread(self._host.end_requests, reason)
 
     async def stop(self) -> None:
-        """See EngineAccess."""
         await asyncio.to_thread(self._host.stop)
 
 

@@ -131,7 +131,6 @@ class EngineHost:
             self._deliver([(request.number, error)])
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
-        """See EngineAccess."""
         request = self._requests.get(number)
         if request is not None and not self._grammars.drop(request):
             self.engine.cancel(request, reason, output_tokens)
@@ -141,11 +140,9 @@ class EngineHost:
         self.engine.count_refused()
 
     def flush_cache(self, on_done: Callable[[int], object]) -> None:
-        """See `Engine.flush_cache`."""
         self.engine.flush_cache(on_done)
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """See `Engine.watch_cache`."""
         self.engine.watch_cache(deliver)
 
     def end_requests(self, reason: str) -> None:

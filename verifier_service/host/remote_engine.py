@@ -38,33 +38,27 @@ class EngineProxy:
         self._loss: DraftwireError | None = None  # why the engine has ended
 
     async def start(self, deliver: Deliver, on_failure: Callable[[], None]) -> None:
-        """See EngineAccess."""
         self._deliver, self._on_failure = deliver, on_failure
         reader, self._writer = await asyncio.open_unix_connection(sock=self._process.connection)
         self._reading = asyncio.create_task(self._read(reader))
 
     def submit(self, submission: Submission) -> None:
-        """See EngineAccess."""
         self._open.update(submission.numbers)
         self._send(("submit", submission))
         if self._loss is not None:
             asyncio.get_running_loop().call_soon(self._end_open)
 
     def cancel(self, number: int, reason: str = "abort", output_tokens: int = 0) -> None:
-        """See EngineAccess."""
         self._open.discard(number)
         self._send(("cancel", number, reason, output_tokens))
 
     def count_refused(self) -> None:
-        """See EngineAccess."""
         self._send(("count_refused",))
 
     async def info(self) -> generate_pb2.GetVerifierInfoResponse:
-        """See EngineAccess."""
         return await self._ask("info", self._infos)
 
     async def flush_cache(self) -> int:
-        """See EngineAccess."""
         return await self._ask("flush_cache", self._flushes)
 
     async def _ask(self, name: str, answers: deque[asyncio.Future[T]]) -> T:
@@ -77,12 +71,10 @@ class EngineProxy:
         return await answer
 
     def watch_cache(self, deliver: DeliverCacheEvents) -> None:
-        """See EngineAccess."""
         self._deliver_cache_events = deliver
         self._send(("watch_cache",))
 
     async def end_requests(self, reason: str) -> None:
-        """See EngineAccess."""
         self._send(("end_requests", reason))
         if self._loss is None:
             with suppress(TimeoutError):
@@ -90,7 +82,7 @@ class EngineProxy:
                     await self._requests_ended.wait()
 
     async def stop(self) -> None:
-        """See EngineAccess; wait until the process has closed its socket, and kill a process that hangs."""
+        """Stop the engine's process: wait until it has closed its socket, and kill it if it hangs."""
         self._is_stopping = True
         self._send(("stop",))
         try:

@@ -98,7 +98,6 @@ class _Step(DraftContext):
         self._keys, self._starts = keys, (rows.positions + 1).tolist()
 
     def draw(self, offset: int, logits: Tensor, confidences: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """See `DraftContext.draw`."""
         config = self._config
         logits = _cut(logits.float(), config.draft_logits)
         columns = logits.argmax(-1)
@@ -118,12 +117,10 @@ class _Step(DraftContext):
         return tokens
 
     def next_rows(self) -> Rows:
-        """See `DraftContext.next_rows`."""
         rows = self._rows(len(self.drafts) - 1, 1)
         return rows._replace(tokens=self.drafts[-1])
 
     def block(self, num_rows: int) -> Rows:
-        """See `DraftContext.block`."""
         return self._rows(0, num_rows)
 
     def _rows(self, skipped: int, count: int) -> Rows:
