@@ -105,7 +105,7 @@ def check_gateway(stack: Stack, requests: int) -> list[str]:
     """Chat through the gateway with 2, 1 and 2 verifiers, let Prometheus scrape it, and return the problems."""
     stack.scale(2, verifiers=2)
     stack.start("gateway", "prometheus")
-    _wait_for_workers(2)
+    _wait_for_verifiers(2)
     stack.inspect("gateway")
     chats = Chats(*_expected(stack))
     with chats.running():
@@ -113,11 +113,11 @@ def check_gateway(stack: Stack, requests: int) -> list[str]:
             chats.wait_for(requests)
         with chats.stage("1 verifier, the other ends what it has"):
             stack.scale(2, verifiers=1)
-            _wait_for_workers(1)
+            _wait_for_verifiers(1)
             chats.wait_for(requests)
         with chats.stage("2 verifiers again"):
             stack.scale(2, verifiers=2)
-            _wait_for_workers(2)
+            _wait_for_verifiers(2)
             chats.wait_for(requests)
             wait_until(lambda: min(_steps(stack)) > 0, True, "chats of each verifier")
     _check_prometheus()
@@ -146,17 +146,18 @@ def _steps(stack: Stack) -> list[int]:
     return steps
 
 
-def _wait_for_workers(count: int) -> None:
-    """Wait until the gateway has this many verifiers, all of them ready."""
-    wait_until(_worker_states, ["ready"] * count, "verifiers that the gateway knows")
+def _wait_for_verifiers(count: int) -> None:
+    """Wait until the gateway knows this many verifiers, all of them healthy."""
+    wait_until(_verifiers, [count, count], "healthy verifiers of the gateway, and all")
 
 
-def _worker_states() -> list[str] | str:
-    """Return the state of each verifier that the gateway knows, or why it does not answer."""
+def _verifiers() -> list[int] | str:
+    """Return how many verifiers are healthy, and how many the gateway knows, or why it is not ready."""
     try:
-        return [worker["status"] for worker in _get(f"http://{GATEWAY}/workers")["workers"]]
+        found = _get(f"http://{GATEWAY}/readiness")
     except OSError as error:
         return str(error)
+    return [found["healthy_workers"], found["total_workers"]]
 
 
 def _check_prometheus() -> None:

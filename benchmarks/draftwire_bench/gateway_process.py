@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from draftwire.contract.errors import ServerError
 from draftwire_bench.processes import both_ends
@@ -80,11 +80,6 @@ class GatewayProcess:
         """Return the base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
-    def workers(self) -> list[dict[str, Any]]:
-        """Return the verifiers as smg describes them."""
-        workers: list[dict[str, Any]] = json.loads(_get(f"{self.url}/workers"))["workers"]
-        return workers
-
     def model(self) -> str:
         """Return the served name of the verifiers' target."""
         return str(json.loads(_get(f"{self.api_url}/models"))["data"][0]["id"])
@@ -118,10 +113,10 @@ class GatewayProcess:
     def _wait(self, num_verifiers: int, deadline: float) -> None:
         while True:
             try:
-                ready = [worker for worker in self.workers() if worker["status"] == "ready"]
-                if len(ready) == num_verifiers and self.model():
+                # With its first verifier smg has the tokenizer too, or it would not be ready.
+                if json.loads(_get(f"{self.url}/readiness"))["healthy_workers"] == num_verifiers:
                     return
-            except (urllib.error.URLError, ConnectionError, KeyError, IndexError, TimeoutError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 pass
             ended = self._process.poll() is not None
             if ended or time.monotonic() >= deadline:
