@@ -113,7 +113,7 @@ class GatewayProcess:
     def _wait(self, num_verifiers: int, deadline: float) -> None:
         while True:
             try:
-                # With its first verifier smg has the tokenizer too, or it would not be ready.
+                # smg answers 503 here until it has the tokenizer too.
                 if json.loads(_get(f"{self.url}/readiness"))["healthy_workers"] == num_verifiers:
                     return
             except (urllib.error.URLError, ConnectionError, TimeoutError):
