@@ -111,7 +111,7 @@ def check_gateway(stack: Stack, requests: int) -> list[str]:
     with chats.running():
         with chats.stage("2 verifiers behind the gateway"):
             chats.wait_for(requests)
-        with chats.stage("1 verifier, the other ends what it has"):
+        with chats.stage("1 verifier, the other drains"):
             stack.scale(2, verifiers=1)
             _wait_for_verifiers(1)
             chats.wait_for(requests)
