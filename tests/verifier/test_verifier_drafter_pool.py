@@ -131,7 +131,7 @@ def test_an_unneeded_link_whose_address_is_gone_is_closed(names, start):
 def test_a_name_without_an_address_is_shown_and_not_dialled(names, start):
     pool, links = start("late:7")
     wait_for(pool, "late:7")
-    assert pool.statuses[0].detail == "its name has no address"
+    assert pool.statuses[0].detail == "the name has no address"
     names.hosts["late"] = ["10.0.0.7"]
     wait_for(pool, "10.0.0.7:7")
     assert list(links) == ["10.0.0.7:7"]

@@ -182,9 +182,9 @@ async def serve_bytes(drafter: Garbled) -> tuple[grpc.aio.Server, int]:
 
 
 GARBLED = {
-    "no message": ([b"\xff\xff\xff\xff"], "its answer cannot be decoded"),
+    "no message": ([b"\xff\xff\xff\xff"], "the answer cannot be decoded"),
     "more answers than steps": ([response(drafts=pb.Drafts(step_id=1))] * 2, "answered more steps than it was sent"),
-    "drains twice": ([response(draining=pb.Draining())] * 2, "said twice that it drains"),
+    "drains twice": ([response(draining=pb.Draining())] * 2, "sent Draining twice"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A drafter's answer: checks, drafts for the requests, and times and load for the pacing."""
+"""Intake of a drafter's answer: checks, drafts for the requests, times and load for the pacing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from verifier_service.pacing import Message
 
 
 class AnswerIntake:
-    """Checks the drafters' answers and hands their drafts to the requests. Used by the engine's thread alone.
+    """Checks the drafters' answers and stores their drafts in the requests. Only the engine's thread uses it.
 
-    A drafter whose answer is wrong is expelled.
+    A drafter with a wrong answer is expelled.
 
     Attributes:
-        audit: Draws drafts again, by the drafter's address: a new stream of a drafter forgets nothing.
+        audit: Samples drafts again to find drafts that do not follow their logits.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class AnswerIntake:
         self._uncounted: list[tuple[DraftSession, Message, Answered]] = []
 
     def handle(self, session: DraftSession, answer: Answered) -> None:
-        """Take a drafter's answer to one of its unanswered messages."""
+        """Process a drafter's answer to one of its unanswered messages."""
         drafts = answer.drafts
         message = session.unanswered.get(drafts.step_id)
         wrong = self._find_wrong(drafts, message)
@@ -59,10 +59,10 @@ class AnswerIntake:
         self._uncounted.append((session, message, answer))
 
     def count(self, step_s: float) -> None:
-        """Count the answers since the last call, whose times and load the pacing and the breakers use.
+        """Update pacing and breakers with the times and the load of the answers since the last call.
 
-        Counting is not part of `handle`, because a step may start with the answer's drafts. `step_s` is the seconds
-        of a step of the target.
+        This is not part of `handle`, so that a step can start with the answer's drafts first. `step_s`: seconds of a
+        step of the target.
         """
         for session, message, answer in self._uncounted:
             received, drafts = max(answer.received, message.sent), answer.drafts
@@ -77,7 +77,7 @@ class AnswerIntake:
 
     @staticmethod
     def _find_wrong(drafts: draft_pb2.Drafts, message: Message | None) -> str:
-        """Return what makes an answer wrong as a whole; empty if nothing does."""
+        """Return why an answer is wrong as a whole; empty if it is valid."""
         if message is None:
             return f"answered step {drafts.step_id}, which had no answer due"
         if not 0 <= drafts.compute_time_s < math.inf:
@@ -111,7 +111,7 @@ class AnswerIntake:
                     raise InvalidArgumentError("drafts.num_drafts", num_drafts, f"{binding.asked_drafts} were asked")
                 binding.wait_until = None
                 request, known = binding.request, binding.request.tokens
-                # Drafts of a request in flight are late: a running step is about to add tokens.
+                # Drafts of a request in flight are late: a running step will add tokens.
                 if request.num_in_flight == 0 and committed_length == len(known) and last_token == known[-1]:
                     own = None if sure is None else sure[start:end]
                     drafts = ReadyDrafts(committed_length, last_token, tokens[start:end], logits, start, own)

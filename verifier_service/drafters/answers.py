@@ -1,4 +1,4 @@
-"""A drafter's answers: checked, decoded, and sometimes drawn again."""
+"""Decoding and checks of a drafter's answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class DecodedAnswer(NamedTuple):
-    """The answers for the sequences of a message, column after column, and the drafts of all of them."""
+    """The answers for the sequences of a message, as columns, and the concatenated drafts."""
 
     sequence_ids: list[int]
     statuses: list[draft_pb2.SequenceStatus]
@@ -27,8 +27,8 @@ class DecodedAnswer(NamedTuple):
     last_tokens: list[int]
     num_drafts: list[int]
     tokens: list[int]  # [sum of num_drafts], sequence after sequence
-    logits: AnswerLogits | None  # of each draft
-    confidences: list[float] | None  # of each draft, [0, 1]
+    logits: AnswerLogits | None  # logits of each draft
+    confidences: list[float] | None  # confidence of each draft, in [0, 1]
 
 
 def decode_answer(
@@ -44,13 +44,16 @@ def decode_answer(
     """Return the decoded answers of an untrusted message.
 
     Args:
-        config: The verifier's settings, which say what logits an answer must have.
+        answer: The message.
+        config: The verifier's settings, which determine the form of the logits.
+        vocab_size: Size of the target's vocabulary.
+        draft_vocab_size: Size of the draft vocabulary.
         draft_token_ids: Target ids of the draft vocabulary on the target's device, for dense logits.
-        receiver: Takes the logits and their ids.
-        confidences: Whether each draft must have one.
+        receiver: Receives the logits and their ids.
+        confidences: Whether each draft must have a confidence.
 
     Raises:
-        InvalidArgumentError: When arrays disagree, or a tensor is wrong, such as a confidence out of [0, 1].
+        InvalidArgumentError: If lengths differ, or a tensor is invalid, such as a confidence outside [0, 1].
     """
     sequence_ids, num_drafts = answer.sequence_ids[:], answer.num_drafts[:]
     count, most = len(sequence_ids), config.num_speculative_tokens
@@ -79,7 +82,7 @@ def _decode_tensors(
     draft_token_ids: torch.Tensor | None,
     receiver: TensorReceiver,
 ) -> tuple[list[int], AnswerLogits | None]:
-    """Return the tokens [D] and, as configured, their logits."""
+    """Return the tokens [D], and their logits if configured."""
     if total == 0:
         return [], None
     tokens = decode_ids(answer.tokens, "drafts.tokens", total)
@@ -93,7 +96,7 @@ def _decode_tensors(
     if form == cfg.DENSE:
         return tokens, AnswerLogits(logits, None, draft_token_ids, claimed.carrier)
     claimed_ids = receiver.claim(answer.logits_token_ids, "drafts.logits_token_ids", torch.int32, (total, width))
-    ids = claimed_ids.load(CPU)  # a copy, which the drafter cannot change after the check
+    ids = claimed_ids.load(CPU)  # a copy that the drafter cannot change after the check
     _check_range(int(ids.min()), int(ids.max()), "drafts.logits_token_ids", vocab_size)
     ordered = ids.sort(1).values
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):  # q would differ from the distribution of the drafts
@@ -108,10 +111,10 @@ def _check_range(low: int, high: int, name: str, vocab_size: int) -> None:
 
 
 def find_mismatched(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bool) -> list[ReadyDrafts]:
-    """Return the drafts that differ from a draw of their logits under their request's proposal noise.
+    """Return the drafts that differ from the sample of their logits under their request's proposal noise.
 
     Args:
-        answers: Requests and their drafts of one message, which has logits.
+        answers: Requests and their drafts, all of one message with logits.
         use_fp64: Whether the noise is float64.
     """
     if not answers:
@@ -122,7 +125,7 @@ def find_mismatched(answers: Sequence[tuple[Request, ReadyDrafts]], use_fp64: bo
     drawn = [(request, drafts, j) for request, drafts in answers for j in range(len(drafts.tokens))]
     rows = torch.tensor([drafts.first_row + j for _, drafts, j in drawn])
     values, ids = logits.values[rows.to(device)], logits.draft_token_ids
-    if logits.token_ids is not None:  # of each row others: all of them together are the vocabulary
+    if logits.token_ids is not None:  # rows have different ids; their union is the vocabulary
         together, columns = logits.token_ids[rows].to(torch.int64).unique(return_inverse=True)
         ids = together.to(device)
         whole = torch.full((len(rows), len(ids)), -torch.inf, device=device)

@@ -1,4 +1,4 @@
-"""Drafts that come with logits are drawn again now and then, to find drafts that their logits do not sample."""
+"""A share of the drafts with logits is sampled again, to find drafts that do not follow their logits."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from draftwire.contract.errors import Described, InvalidArgumentError
 from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.drafters.answers import find_mismatched
 
-# Share of the answers with logits that are drawn again, for a drafter without a recent mismatch.
+# Share of the answers with logits that are sampled again, for a drafter without a recent mismatch.
 REDRAW_SHARE = 1 / 8
 
-# A drafter is judged by its last RECENT_REDRAWS answers that were drawn again. After one mismatch among them all
-# answers are drawn again. TOO_MANY_MISMATCHES among them expel the drafter.
+# A drafter is judged by its last RECENT_REDRAWS answers that were sampled again. After one mismatch among them all
+# answers are sampled again. TOO_MANY_MISMATCHES among them expel the drafter.
 #
-# An honest draft mismatches where rounding, which differs between devices, swaps its two best scores. Less than e lies
-# between those with a probability of e at most, and e is 1e-6 to 1e-5: a few last places of scores of 8 to 64. Of 16
-# drafts that is 1.6e-4 of the answers and 1.6 in a window; 15 more in the window after one have a probability of 2e-10
-# (Poisson). An honest drafter is expelled once in 3e13 answers then, and with 4 drafts and e = 1e-6 never.
+# A correct draft mismatches if rounding, which differs between devices, swaps its two best scores. Their difference is
+# less than e with a probability of at most e, and e is 1e-6 to 1e-5: a few units in the last place of scores of 8 to
+# 64. With 16 drafts per answer that is 1.6e-4 of the answers and 1.6 per window; 15 more in the window after a mismatch
+# have a probability of 2e-10 (Poisson). So a correct drafter is expelled once in 3e13 answers, and with 4 drafts and
+# e = 1e-6 never.
 #
-# Each lie of a lying drafter is found with probability REDRAW_SHARE, on average after seven lies that were used. From
-# then on every lie is found and none is used, until a whole window has no mismatch. So a liar that knows when it was
-# found can have at most seven lies used per window, and one that lies in a fixed share of its answers at most one.
+# Each wrong answer of a malicious drafter is found with probability REDRAW_SHARE, on average after seven wrong answers
+# that were used. From then on every wrong answer is found and none is used, until a whole window has no mismatch. So
+# at most seven wrong answers per window are used of a drafter that knows when it was found, and at most one of a
+# drafter with a constant share of wrong answers.
 RECENT_REDRAWS = 10_000
 TOO_MANY_MISMATCHES = 16
 
 
 class AuditRecord:
-    """Judges one drafter by the answers that were drawn again, over all of its streams.
+    """Judges one drafter by the answers that were sampled again, over all of its streams.
 
     Attributes:
-        count: Answers that were drawn again.
+        count: Number of answers that were sampled again.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._mismatched_at: deque[int] = deque(maxlen=TOO_MANY_MISMATCHES)  # counts at the last of them
+        self._mismatched_at: deque[int] = deque(maxlen=TOO_MANY_MISMATCHES)  # `count` at the last mismatches
 
     def add(self, count: int, mismatches: int) -> None:
-        """Count further answers that were drawn again, and those that did not match."""
+        """Count answers that were sampled again, and those that did not match."""
         self.count += count
         self._mismatched_at.extend([self.count] * mismatches)
 
     @property
     def is_suspect(self) -> bool:
-        """Return whether a mismatch is among the last `RECENT_REDRAWS` answers that were drawn again."""
+        """Return whether a mismatch is among the last `RECENT_REDRAWS` answers that were sampled again."""
         return bool(self._mismatched_at) and self._is_recent(self._mismatched_at[-1])
 
     @property
@@ -59,7 +61,7 @@ class AuditRecord:
 
 
 class Audit:
-    """Draws a share of all drafts again, and finds drafters whose drafts do not follow their logits."""
+    """Samples a share of all drafts again, and finds drafters whose drafts do not follow their logits."""
 
     def __init__(self, *, use_fp64: bool) -> None:
         self._use_fp64 = use_fp64
@@ -72,13 +74,13 @@ class Audit:
     def find_unusable(
         self, address: str, answered: Sequence[tuple[Request, ReadyDrafts]], *, is_on_trial: bool
     ) -> list[ReadyDrafts]:
-        """Return the drafts of a drafter's answers that must not be used: those that their logits do not sample.
+        """Return the drafts of a drafter's answers that must not be used, because they do not follow their logits.
 
-        A share of the answers is drawn again. All answers are, if a mismatch was found recently or the drafter
+        A share of the answers is sampled again; all of them if a mismatch was found recently or the drafter
         `is_on_trial`.
 
         Raises:
-            InvalidArgumentError: When there were too many mismatches.
+            InvalidArgumentError: If there were too many mismatches.
         """
         record = self._records[address]
         is_suspect = is_on_trial or record.is_suspect
@@ -93,7 +95,7 @@ class Audit:
             chosen, mismatched = drawn, find_mismatched(drawn, self._use_fp64)
         record.add(len(chosen), len(mismatched))
         if mismatched and (is_on_trial or record.has_too_many):
-            del self._records[address]  # its trial begins with a clean slate
+            del self._records[address]  # the drafter's trial starts with an empty record
             count = Described(f"{len(mismatched[-1].tokens)} drafts")
             raise InvalidArgumentError("drafts.tokens", count, "are not what its logits sample")
         return mismatched

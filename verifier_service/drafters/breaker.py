@@ -1,6 +1,6 @@
 """Circuit breaker of a drafter: a drafter that is late too often gets no sequences for a while, then one on trial.
 
-A drafter that was expelled for a wrong answer begins its next stream on trial.
+A drafter that was expelled for a wrong answer starts its next stream on trial.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import enum
 import math
 from collections import deque
 
-# Late answers among the last answers that open the breaker. On trial this many answers in a row must be in time.
+# TOO_MANY_LATE late answers among the last RECENT_ANSWERS open the breaker. On trial RECENT_ANSWERS answers in a row
+# must be in time.
 RECENT_ANSWERS = 16
 TOO_MANY_LATE = 3
-# Seconds within which no answer is late, however short the deadline: drafts may still be useful then.
+# No answer is late before this many seconds, even if the deadline is shorter: drafts may still be useful then.
 LEAST_LATE_S = 0.1
-# Silence of this many deadlines, and at least this many seconds, opens the breaker too.
+# A missing answer opens the breaker after this many deadlines, and at least this many seconds.
 OVERDUE_DEADLINES = 4
 OVERDUE_S = 2.0
 # Seconds that the breaker stays open; doubled after each failed trial.
@@ -22,7 +23,7 @@ REST_S = (0.5, 4.0)
 
 
 class Circuit(enum.Enum):
-    """State of a breaker: closed gives all sequences, open none, half open one."""
+    """State of a breaker: the drafter gets all sequences (closed), none (open) or one (half open)."""
 
     CLOSED = enum.auto()
     OPEN = enum.auto()
@@ -33,7 +34,7 @@ class Breaker:
     """Judges one drafter by its answer times. All times are the caller's monotonic seconds."""
 
     def __init__(self, deadline_s: float | None, *, on_trial: bool = False) -> None:
-        """`deadline_s` is the longest wait for drafts; with None no answer is late."""
+        """`deadline_s`: maximum wait for drafts; with None no answer is late."""
         self.circuit = Circuit.HALF_OPEN if on_trial else Circuit.CLOSED
         self._deadline_s = math.inf if deadline_s is None else max(deadline_s, LEAST_LATE_S)
         self._are_late: deque[bool] = deque(maxlen=RECENT_ANSWERS)
@@ -51,7 +52,7 @@ class Breaker:
         return self.circuit is Circuit.HALF_OPEN
 
     def take_answer(self, seconds: float, now: float) -> None:
-        """Count an answer with drafts that took this many seconds from the request, or from the previous answer."""
+        """Count an answer with drafts, `seconds` after the message or, if later, the previous answer."""
         if self.is_open:
             return
         is_late = seconds > self._deadline_s
@@ -62,7 +63,7 @@ class Breaker:
             self.circuit, self._rest_s = Circuit.CLOSED, REST_S[0]
 
     def watch(self, silent_since: float | None, now: float) -> None:
-        """Update the state: the drafter owes an answer since `silent_since`, or owes none (None)."""
+        """Update the state; an answer has been due since `silent_since`, or none is due (None)."""
         if self.is_open and now >= self._rests_until and silent_since is None:
             self.circuit = Circuit.HALF_OPEN
         overdue_s = max(OVERDUE_DEADLINES * self._deadline_s, OVERDUE_S)

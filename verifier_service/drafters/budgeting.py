@@ -1,4 +1,4 @@
-"""Chooses which of the drafts that came are verified, and learns from what becomes of them."""
+"""Applies the verification budget to the received drafts, and updates it from their acceptance."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.drafters.session import Binding
 from verifier_service.pacing import Calibration, Limit, VerificationBudget, chosen
 
-# Sequences' steps that are learnt from together: to learn from one takes as long as from many.
+# Sequence steps per update: an update takes the same time for one as for many.
 LEARN_FROM = 32
 
 
 class Offer(NamedTuple):
-    """Drafts of a request that came for a step."""
+    """Drafts of a request that were received for a step."""
 
     request: Request
     num_drafts: int
-    confidences: Sequence[float] | None  # of at least so many drafts; None where drafts come without
+    confidences: Sequence[float] | None  # at least num_drafts; None without confidences
 
 
 class _Result(NamedTuple):
-    """What became of the drafts of a request."""
+    """Outcome of a request's drafts."""
 
     calibration: Calibration
-    address: str  # of the drafter
+    address: str  # address of the drafter
     offer: Offer
     num_verified: int
     num_accepted: int
 
 
 class DraftBudget:
-    """Applies the verifier's budget to requests. Used by the engine's thread alone, but for the counters.
+    """Applies the verification budget to requests. Only the engine's thread uses it, except for the counters.
 
     Attributes:
         budget: Chooses the limit of a step.
-        offered, verified, accepted: Drafts by the address of their drafter: those that came, were verified, were
-            accepted.
-        expected: Accepted drafts that the calibrated confidences of the verified ones foretell, by address.
+        offered: Received drafts by the address of their drafter.
+        verified: Verified drafts by address.
+        accepted: Accepted drafts by address.
+        expected: Expected accepted drafts, by the calibrated confidences of the verified ones, by address.
     """
 
     def __init__(self, bindings: Mapping[Request, Binding], budget: VerificationBudget) -> None:
@@ -52,11 +53,11 @@ class DraftBudget:
         self._results: list[_Result] = []
 
     def limit(self, num_drafts: Sequence[int]) -> Limit | None:
-        """Return the limit of a step whose sequences may have so many drafts; None where all are to be verified."""
+        """Return the limit of a step whose sequences may have `num_drafts` drafts each; None to verify all."""
         return self.budget.limit(len(num_drafts), sum(count > 0 for count in num_drafts), sum(num_drafts))
 
     def choose(self, limit: Limit | None, offers: Sequence[Offer]) -> list[int]:
-        """Return how many drafts of each offer are verified; see `pacing.budget` on what that may depend on."""
+        """Return the number of drafts to verify of each offer; `pacing.budget` explains why this is exact."""
         if limit is None or not offers:
             return [offer.num_drafts for offer in offers]
         survival = np.zeros((len(offers), max(offer.num_drafts for offer in offers)))
@@ -65,12 +66,12 @@ class DraftBudget:
             binding = self._bindings.get(offer.request)
             places.setdefault(None if binding is None else binding.session.pace.calibration, []).append(place)
         for calibration, own in places.items():
-            if calibration is not None:  # else the drafter has gone, and its drafts are of no use soon
+            if calibration is not None:  # else the drafter has disconnected
                 survival[own] = _survival(calibration, [offers[place] for place in own], survival.shape[1])
         return chosen(survival, limit).tolist()
 
     def count(self, request: Request, drafts: ReadyDrafts, num_verified: int, num_accepted: int) -> None:
-        """Count what became of the drafts that came for a request; `learn` uses the counts."""
+        """Record the outcome of a request's drafts for `learn`."""
         binding = self._bindings.get(request)
         if binding is not None and num_accepted >= 0:
             session = binding.session
@@ -82,7 +83,7 @@ class DraftBudget:
             self._results.append(_Result(calibration, address, offer, num_verified, num_accepted))
 
     def learn(self) -> None:
-        """Learn from what was counted, once that is enough to be worth the time."""
+        """Update the budget and the calibrations from the recorded outcomes, if there are enough."""
         if len(self._results) < LEARN_FROM:
             return
         by_drafter: dict[tuple[Calibration, str], list[_Result]] = {}
@@ -115,7 +116,7 @@ def offers_of(requests: Iterable[Request]) -> list[Offer]:
 
 
 def _confidences(offers: Sequence[Offer], most: int) -> np.ndarray:
-    """[S, most], NaN where there is none."""
+    """Return the confidences [S, most], NaN if missing."""
     confidences = np.full((len(offers), most), np.nan)
     for row, offer in zip(confidences, offers, strict=True):
         if offer.confidences is not None:
@@ -124,7 +125,7 @@ def _confidences(offers: Sequence[Offer], most: int) -> np.ndarray:
 
 
 def _survival(calibration: Calibration, offers: Sequence[Offer], most: int) -> np.ndarray:
-    """[S, most], 0 where there is no draft."""
+    """Return the survival [S, most], 0 for missing drafts."""
     num_drafts = np.array([offer.num_drafts for offer in offers])
     survival = calibration.survival(_confidences(offers, most))
     return np.where(np.arange(most) < num_drafts[:, None], survival, 0.0)

@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 5.0
-# Seconds of rest after an expulsion; doubled each time, until a stream lasts longer than the longest rest.
+# Seconds of rest after an expulsion; doubled each time, and reset after a stream that lasts longer than the maximum.
 EXPELLED_RETRY_S = (60.0, 600.0)
 FUSION_TIMEOUT_S = 60.0
-# Seconds for the drafter's hello, before which the drafter captures graphs. The graphs are dropped with a session, so a
-# verifier that gives up too early would make the drafter begin again.
+# Seconds for the drafter's hello, before which the drafter captures graphs. The graphs are dropped with a session, so
+# the drafter would start again if the verifier gave up too early.
 HELLO_TIMEOUT_S = 60.0
 CONNECTED_STATES = {
     generate_pb2.DRAFTER_STATE_READY,
@@ -58,23 +58,23 @@ CONNECTED_STATES = {
     generate_pb2.DRAFTER_STATE_SLOW,
     generate_pb2.DRAFTER_STATE_PROBING,
 }
-# Seconds between requests for a drafter's memory, and for its load while no answer reports it.
+# Seconds between queries of a drafter's memory, and of its load while no answer reports it.
 INFO_EVERY_S = 1.0
-# A hello with the ids of the draft vocabulary, a piece of a fusion, an answer without logits.
+# Maximum size of a hello with the ids of the draft vocabulary, of a piece of a fusion, and of an answer without logits.
 LEAST_ANSWER_BYTES = 8 << 20
-# By description, with the digest of the received weights: equal heads share fusion weights.
+# By description, which includes the digest of the weights: equal heads share fusion weights.
 _fusions: WeakValueDictionary[tuple[torch.device, bytes, bytes], FeatureFusion] = WeakValueDictionary()
 
 
 _Call = grpc.aio.StreamStreamCall[draft_pb2.DraftRequest | Encoded, draft_pb2.DraftResponse]
 _DETAILS = {
-    generate_pb2.DRAFTER_STATE_SLOW: "is late too often: left alone for a while",
+    generate_pb2.DRAFTER_STATE_SLOW: "is late too often: gets no sequences for a while",
     generate_pb2.DRAFTER_STATE_PROBING: "is on trial with one sequence",
 }
 
 
 class DrafterLink:
-    """Keeps a stream to one drafter open for as long as the verifier runs."""
+    """Keeps a stream to one drafter open while the verifier runs."""
 
     def __init__(
         self,
@@ -92,9 +92,20 @@ class DrafterLink:
         fuses_features: bool = True,
         confidences: bool = False,
     ) -> None:
-        """`traffic` counts the bytes. `host` is the name in the drafter's certificate, by default that of the address.
-        `carriers` are the allowed carriers, best first; `rendezvous_dir` is that of `Rendezvous`. With `fuses_features`
-        features are fused where the head lets them be; with `confidences` drafts come with theirs.
+        """
+        Args:
+            address: HOST:PORT of the drafter.
+            target: The target.
+            config: The verifier's settings.
+            max_sequences: Maximum sequences at the drafter.
+            post: Receives the events of the stream.
+            traffic: Counts messages and bytes.
+            security: TLS and token for the drafter.
+            host: Name in the drafter's certificate; by default the host of the address.
+            carriers: Allowed carriers, best first.
+            rendezvous_dir: Directory of the `Rendezvous`.
+            fuses_features: Whether features are fused if the head supports it.
+            confidences: Whether answers have confidences.
         """
         self.status = generate_pb2.DrafterStatus(address=address, state=generate_pb2.DRAFTER_STATE_CONNECTING)
         self._address = address
@@ -141,10 +152,10 @@ class DrafterLink:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether the link stays although its address is no longer named.
+        """Return whether the link is kept although its address is no longer named.
 
-        A link stays while it has a stream, and for the longest rest after an expulsion, which a new link would not know
-        of.
+        A link is kept while it has a stream, and for the maximum rest after an expulsion, which a new link would not
+        know about.
         """
         return self.status.state in CONNECTED_STATES or time.monotonic() < self._expelled_at + EXPELLED_RETRY_S[1]
 
@@ -170,7 +181,7 @@ class DrafterLink:
             stub: draft_pb2_grpc.DraftingAsyncStub = draft_pb2_grpc.DraftingStub(counting)
             info = await self._get_info(stub)
             if info is None:
-                raise MismatchError("the drafter's description of itself cannot be decoded")
+                raise MismatchError("the drafter's info cannot be decoded")
             self._handshake.check(info)
             fusion = await self._fusion(stub, info)
             call = cast(_Call, stub.Draft())
@@ -185,7 +196,7 @@ class DrafterLink:
                 while (answer := await _read(call)) is not None:
                     self._take(stream, answer)
                 is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
-                raise TimeoutError("it has drained") if is_draining else await _ending(call)
+                raise TimeoutError("has drained") if is_draining else await _ending(call)
             except _ExpelledError as error:
                 stream.fail(str(error), expel=True)
                 raise
@@ -206,8 +217,7 @@ class DrafterLink:
                 self._post(Disconnected(stream))
 
     async def _get_info(self, stub: draft_pb2_grpc.DraftingAsyncStub) -> draft_pb2.GetDrafterInfoResponse | None:
-        """Return the drafter's description of itself, or None, which is what grpc gives for bytes that are no
-        message."""
+        """Return the drafter's info; None if it cannot be decoded, as grpc reports it."""
         request = draft_pb2.GetDrafterInfoRequest()
         info: draft_pb2.GetDrafterInfoResponse | None = await stub.GetDrafterInfo(request, timeout=CONNECT_TIMEOUT_S)
         return info
@@ -215,7 +225,7 @@ class DrafterLink:
     async def _fusion(
         self, stub: draft_pb2_grpc.DraftingAsyncStub, info: draft_pb2.GetDrafterInfoResponse
     ) -> FeatureFusion | None:
-        """Return the head's fusion; None if fused features are no narrower, or fusion is off."""
+        """Return the head's fusion; None if fused features are not narrower, or fusion is disabled."""
         is_narrower = info.HasField("fusion") and info.fusion.width < info.features.width
         if not self._fuses_features or not is_narrower:
             return None
@@ -229,7 +239,7 @@ class DrafterLink:
             async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
                 data += b"" if chunk is None else chunk.data
                 if chunk is None or not chunk.data or len(data) > size:
-                    break  # raises below
+                    break  # load_fusion raises
             fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
             fusion = _fusions.setdefault(key, fusion)  # another link may have stored the fusion first
         return fusion
@@ -244,8 +254,8 @@ class DrafterLink:
             if self._carriers != [draft_pb2.CARRIER_BYTES]:
                 try:
                     rendezvous = stack.enter_context(Rendezvous(self._rendezvous_dir))
-                except OSError as error:  # for example, the directory is gone
-                    text = "drafter %s: tensors go in messages, for there is no rendezvous: %s"
+                except OSError as error:  # for example, the directory does not exist
+                    text = "drafter %s: tensors are sent in messages, because there is no rendezvous: %s"
                     logger.warning(text, self._address, error)
                 else:
                     hello.rendezvous.CopyFrom(rendezvous.encode())
@@ -255,14 +265,14 @@ class DrafterLink:
         if answer is None:
             raise await _ending(call)
         head = self._handshake.accept(answer, info, fusion)
-        # The drafter settles both directions before it answers; without a rendezvous its wait has just ended.
+        # The drafter agrees on both directions before it answers; without a rendezvous its wait has just ended.
         shared = SharedSegments() if sharing is None else await sharing
         # Release segments that the other side cannot use.
         outgoing = _agreed(shared.outgoing, answer.hello.carrier)
         incoming = _agreed(shared.incoming, answer.hello.logits_carrier)
         channel = shared.channel if answer.hello.direct else None
         if answer.hello.direct and channel is None:
-            raise MismatchError("the drafter's hello says direct, but it has not come to the rendezvous")
+            raise MismatchError("the drafter's hello says direct, but the drafter did not connect to the rendezvous")
         sender = TensorSender(self._target.device, outgoing)
         receiver = TensorReceiver(self._target.device, incoming)
         self.status.head_fingerprint = head.fingerprint
@@ -288,7 +298,7 @@ class DrafterLink:
 
     @property
     def _largest_answer(self) -> int:
-        """Return the size of a drafter's largest message: a step's drafts with their logits."""
+        """Return the maximum size of a drafter's message, a step's drafts with their logits."""
         config, logits = self._config, self._config.draft_logits
         row_bytes = {cfg.DENSE: 4 * self._target.vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
         largest = LEAST_ANSWER_BYTES + self._max_sequences * config.num_speculative_tokens * row_bytes
@@ -309,9 +319,9 @@ class DrafterLink:
         )
 
     def _count(self, direction: Direction, message: Message, num_bytes: int) -> None:
-        """Count a message of gRPC."""
+        """Count a gRPC message."""
         self._traffic.count_message("grpc", direction, message, num_bytes)
-        # Steps and answers also count in the status; hellos come before there is a stream.
+        # Steps and answers also count in the status; hellos precede the stream.
         if self._stream is None or not isinstance(message, (draft_pb2.DraftRequest, draft_pb2.DraftResponse)):
             return
         if message.WhichOneof("message") not in ("draining", "keep_alive"):
@@ -320,23 +330,23 @@ class DrafterLink:
     def _take(self, stream: Stream, answer: draft_pb2.DraftResponse) -> None:
         if answer.WhichOneof("message") == "draining":
             if self.status.state == generate_pb2.DRAFTER_STATE_DRAINING:
-                raise _ExpelledError("said twice that it drains")
-            self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move")
+                raise _ExpelledError("sent Draining twice")
+            self._note(generate_pb2.DRAFTER_STATE_DRAINING, "is draining: its sequences move to other drafters")
             self._post(Draining(stream))
             return
-        # Before it queues up where the engine cannot tell yet.
+        # Check before the answer is queued for the engine, so that excess answers cannot fill the queue.
         if not stream.count_answer():
             raise _ExpelledError("answered more steps than it was sent")
         self._post(Answered(stream, answer.drafts))
 
     async def _ask_info(self, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
-        """Ask for the memory, and for the load, which other verifiers change, while no answer reports it."""
+        """Query the drafter's memory, and its load, which other verifiers change, while no answer reports it."""
         while True:
             received = self.status.received_message_bytes
             await asyncio.sleep(INFO_EVERY_S)
             try:
                 info = await self._get_info(stub)
-            except grpc.aio.AioRpcError as error:  # the stream shows whether the drafter lives
+            except grpc.aio.AioRpcError as error:  # the stream detects a lost drafter
                 if _is_too_large(error):
                     stream.fail(_text(error), expel=True)
                 continue
@@ -351,7 +361,7 @@ class DrafterLink:
         self.status.memory.DiscardUnknownFields()  # clients see the known fields
 
     async def _write(self, call: _Call, stream: Stream) -> None:
-        """Send what the engine queues for the stream, and a KeepAlive while it queues nothing."""
+        """Send the messages that the engine queues, and a KeepAlive while the queue is empty."""
         while True:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):
@@ -364,8 +374,9 @@ class DrafterLink:
             await call.write(stream.encode(*entry))
         await call.done_writing()
 
+
 class _ExpelledError(Exception):
-    """A drafter broke the protocol."""
+    """The drafter violated the protocol."""
 
 
 async def _read(call: _Call) -> draft_pb2.DraftResponse | None:
@@ -373,8 +384,8 @@ async def _read(call: _Call) -> draft_pb2.DraftResponse | None:
     message = await call.read()
     if message is grpc.aio.EOF:
         return None
-    if not isinstance(message, draft_pb2.DraftResponse):  # None is what grpc gives for bytes that are no message
-        raise _ExpelledError("its answer cannot be decoded")
+    if not isinstance(message, draft_pb2.DraftResponse):  # grpc returns None if the bytes cannot be decoded
+        raise _ExpelledError("the answer cannot be decoded")
     return message
 
 
@@ -383,7 +394,7 @@ def _agreed(segment: Segment | None, carrier: draft_pb2.Carrier) -> Segment | No
 
 
 async def _ending(call: _Call) -> Exception:
-    """Return why a stream has ended, or cannot be read."""
+    """Return why a stream has ended or cannot be read."""
     call.cancel()
     status = await call.code()
     details = await call.details() or "no details"
@@ -401,7 +412,7 @@ def _is_too_large(error: Exception) -> bool:
     """Return whether a drafter's message was too large to receive; gRPC says so only in the status text."""
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
         return False
-    # "SERVER: Received ..." is the drafter's refusal of a message of ours.
+    # "SERVER: Received ..." means that the drafter rejected a message of the verifier.
     causes = ("CLIENT: Received message larger than max", "Decompressed message larger than max")
     return any(cause in (error.details() or "") for cause in causes)
 

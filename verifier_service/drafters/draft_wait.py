@@ -18,15 +18,14 @@ SMOOTH = 1 / 16
 
 
 class DraftWaitPolicy:
-    """Decides which requests wait for drafts, and for how long. It reads the sessions and bindings of `Drafting`.
-
-    Used by the engine's thread alone.
+    """Decides which requests wait for drafts, and for how long. Only the engine's thread uses it.
 
     Attributes:
-        step_s: Smoothed seconds of a step without prompts, waits left out; NaN before the first.
+        step_s: Smoothed seconds of a step without prompts, excluding waits; NaN before the first.
     """
 
     def __init__(self, sessions: Mapping[Stream, DraftSession], bindings: Mapping[Request, Binding]) -> None:
+        """`sessions` and `bindings` are those of `Placement`, which changes them."""
         self.step_s = math.nan
         self._sessions = sessions
         self._bindings = bindings
@@ -38,7 +37,7 @@ class DraftWaitPolicy:
         self.step_s = seconds if math.isnan(self.step_s) else self.step_s + SMOOTH * (seconds - self.step_s)
 
     def is_ready(self, request: Request) -> bool:
-        """Return whether a decoding request may go into the next step: it has its drafts or waits for none."""
+        """Return whether a decoding request may join the next step: it has its drafts or does not wait for any."""
         binding = self._bindings.get(request)
         if binding is None or request.drafts is not None or binding.wait_until is None or binding.session.is_late:
             return True
@@ -52,9 +51,9 @@ class DraftWaitPolicy:
         return True
 
     def may_run_beside(self, request: Request, drafted: Iterable[Request]) -> bool:
-        """Return whether a request may go into a step while a step runs that verifies drafts of `drafted`.
+        """Return whether a request may join a step that is launched while a step with drafts of `drafted` runs.
 
-        Not with drafts of the same drafter, whose sequences would be split over two steps from then on.
+        It may not if both have drafts of one drafter, because that drafter's sequences would stay split over two steps.
         """
         binding = self._bindings.get(request)
         if binding is None or request.drafts is None:
@@ -63,8 +62,7 @@ class DraftWaitPolicy:
         return all(other is None or other.session is not binding.session for other in others)
 
     def come_soon(self, running: Iterable[Request]) -> bool:
-        """Return whether requests of the running step should get drafts within one step's time after it, so that
-        waiting pays."""
+        """Return whether requests of the running step are expected to get drafts within one step's time after it."""
         bindings = (self._bindings.get(one) for one in running if one.num_drafts_wanted > 0)
         sessions = {one.session for one in bindings if one is not None and one.rows_behind == 0}
         return any(one.has_room and one.pace.num_drafts > 0 and one.pace.answer_s < self.step_s for one in sessions)
@@ -80,7 +78,7 @@ class DraftWaitPolicy:
         return any(binding.is_waiting for binding in self._bindings.values())
 
     def all_wait(self, requests: Sequence[Request]) -> bool:
-        """Return whether there are requests and each waits for drafts, so that no step can be scheduled."""
+        """Return whether all requests wait for drafts, so that no step can be scheduled; false without requests."""
         now, bindings = time.monotonic(), self._bindings
         for request in requests:
             binding = bindings.get(request)
@@ -89,15 +87,15 @@ class DraftWaitPolicy:
         return len(requests) > 0
 
     def awaited_answer(self) -> AwaitedAnswer | None:
-        """Return the answer that brings all awaited drafts; None if there are several, or none."""
+        """Return the answer with all awaited drafts; None if there are several or none."""
         sessions = [session for session in self._sessions.values() if session.unanswered]
         if len(sessions) != 1 or sessions[0].is_late:
             return None
         return sessions[0].awaited_answer()
 
     def expected_drafts(self, requests: Sequence[Request]) -> list[int] | None:
-        """Return the most drafts that each request brings to the next step, if that step has all of them and waits for
-        drafts; else None."""
+        """Return the maximum number of drafts of each request in the next step, if that step has all requests and waits
+        for drafts; else None."""
         counts = []
         is_awaited = False
         for request in requests:
@@ -108,7 +106,7 @@ class DraftWaitPolicy:
                 counts.append(len(request.drafts.tokens))
             elif binding is not None and binding.is_waiting:
                 is_awaited = True
-                # A request of a full drafter was asked for last with fewer tokens.
+                # With a full drafter, drafts were last requested when the request had fewer tokens.
                 counts.append(min(binding.asked_drafts, request.num_drafts_wanted))
             else:
                 counts.append(0)
@@ -116,8 +114,7 @@ class DraftWaitPolicy:
 
     @property
     def next_deadline(self) -> float:
-        """Return the earliest monotonic time at which a request or a held step stops waiting; infinite if there is
-        none."""
+        """Return the earliest monotonic time at which a request or a held step stops waiting; infinite without one."""
         waits = (binding.wait_until for binding in self._bindings.values() if not binding.session.is_late)
         first = min((until for until in waits if until is not None), default=math.inf)
         return first if self._held_until is None else min(first, self._held_until)
@@ -125,7 +122,7 @@ class DraftWaitPolicy:
     def is_held(self, requests: Sequence[Request], *, may_admit: bool) -> bool:
         """Return whether the next step waits for drafts that arrive soon, so that one step replaces two.
 
-        `may_admit`: whether the step may admit another request.
+        `may_admit`: whether the step may admit a waiting request.
         """
         now = time.monotonic()
         num_ready, has_prompts, is_waiting = 0, may_admit, False
@@ -141,15 +138,15 @@ class DraftWaitPolicy:
         if self._held_until is None:
             self._held_since = None
             return False
-        if num_ready > 0 or has_prompts:  # else no request has waited yet
+        if num_ready > 0 or has_prompts:  # else the wait delays no request
             self._held_since = now if self._held_since is None else self._held_since
         return True
 
     def hold_until(self, now: float, num_ready: int) -> float | None:
-        """Return the time until which a step of the ready requests waits; None if it does not.
+        """Return the time until which a step of the ready requests waits; None if it does not wait.
 
         Waiting costs each ready request the wait. Not waiting costs each request whose drafts arrive soon one step.
-        Overdue drafts are expected to take as long again as they are overdue.
+        Drafts that are overdue by a time are expected to take the same time again.
         """
         latest = (now if self._held_since is None else self._held_since) + self.step_s
         messages = [

@@ -1,4 +1,4 @@
-"""The engine's side of drafting: what each drafter is sent, and what drafts cost."""
+"""The engine's side of drafting: messages to the drafters, their answers, and the cost of drafts."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from verifier_service.drafters.stream import Answered, Connected, Disconnected, 
 from verifier_service.pacing import Limit, Pace, Profile, StepCount, VerificationBudget
 from verifier_service.sampling.sampler import synthetic_rates
 
-# A drafter that leaves more bytes of features unanswered counts as lost.
+# A drafter with more bytes of unanswered features counts as lost.
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
 
 
 class Drafting:
-    """Sends features to the drafters and collects drafts. Used by the engine's thread alone.
+    """Sends features to the drafters and collects drafts. Only the engine's thread uses it.
 
     No request waits past the deadline. A drafter that misses the deadline is late until it has answered every message,
-    and no request waits for a late drafter. Where drafts lower the throughput, a drafter is sent nothing; see
-    `pacing.policy`.
+    and no request waits for a late drafter. If drafts lower the throughput, nothing is sent to the drafter
+    (`pacing.policy`).
 
     Attributes:
-        placement: Which request drafts at which drafter.
-        wait_policy: Which requests wait for their drafts, and how long.
+        placement: The place of each request at a drafter.
+        wait_policy: Decides which requests wait for drafts, and for how long.
         answers: Checks the drafters' answers.
-        budget: Which of the drafts that came are verified.
-        is_adaptive: Whether fewer drafts than configured are asked for, and verified, where that is faster.
+        budget: Chooses which of the received drafts are verified.
+        is_adaptive: Whether fewer drafts than configured are requested and verified if that is faster.
     """
 
     def __init__(
@@ -58,11 +58,16 @@ class Drafting:
     ) -> None:
         """
         Args:
-            deadline_s: Longest wait for drafts in seconds. None waits until an answer comes or the drafter is lost.
-            adaptive_k: Whether fewer drafts than configured, or none, are asked for where that is faster. None means
-                yes if there is a deadline and acceptance is not synthetic: measurements need the configured number of
-                drafts.
-            profile: Of the target's forward pass, if it was measured.
+            config: The verifier's settings.
+            vocab_size: Size of the target's vocabulary.
+            deadline_s: Maximum wait for drafts in seconds. With None the wait ends with an answer or the loss of the
+                drafter.
+            device: The target's device.
+            times: Counts steps, bytes and rows.
+            adaptive_k: Whether fewer drafts than configured, or none, are requested if that is faster. None means yes
+                if there is a deadline and acceptance is not synthetic, because measurements need the configured number
+                of drafts.
+            profile: Measured seconds of the target's passes.
         """
         self._config = config
         self._deadline_s = deadline_s
@@ -78,13 +83,12 @@ class Drafting:
         self.wait_policy = DraftWaitPolicy(self._sessions, self._bindings)
         self._sender = StepSender(config, times, self.wait_policy)
         self._pinned_drafts: int | None = None
-        self._num_decoding = 0  # requests, as of the last flush
-        self._had_prompts = True  # whether the step that was counted last had any
-        self._landed = 0.0  # monotonic time at which the tokens of the last step were there
+        self._num_decoding = 0  # decoding requests at the last flush
+        self._had_prompts = True  # whether the last counted step had prompts
+        self._landed = 0.0  # monotonic time at which the host had the last step's tokens
 
     def pin(self, num_drafts: int, limit: Limit) -> None:
-        """Ask each drafter that connects from now on for so many drafts, and verify those within `limit`, whatever is
-        measured; for tests and measurements."""
+        """Fix the number of drafts of each drafter that connects later, and the limit; for tests and measurements."""
         self._pinned_drafts = num_drafts
         self.budget.budget.pin(limit)
 
@@ -95,7 +99,7 @@ class Drafting:
 
     @property
     def feature_kinds(self) -> set[FeatureKind]:
-        """Return the kinds of features that the connected heads take."""
+        """Return the kinds of features that the connected heads need."""
         return {stream.head.kind for stream in self._sessions}
 
     def describe(self, status: generate_pb2.DrafterStatus) -> None:
@@ -142,7 +146,7 @@ class Drafting:
                 self.placement.drop(session)
 
     def next_deadline(self) -> float | None:
-        """Return the earliest monotonic time at which a wait ends or a drafter counts as lost, if there is one."""
+        """Return the earliest monotonic time at which a wait ends or a drafter counts as lost; None without one."""
         first = min([self.wait_policy.next_deadline, *(session.lost_at for session in self._sessions.values())])
         return None if first == float("inf") else first
 
@@ -154,9 +158,9 @@ class Drafting:
     def flush(
         self, requests: Sequence[Request], stores: dict[FeatureKind, FeatureStore], *, watches: bool = True
     ) -> None:
-        """Send every drafter the rows that it lacks, and ask for drafts of sequences without a backlog.
+        """Send every drafter its missing rows, and request drafts for sequences without a backlog.
 
-        `watches`: also look for drafters that are slow or have drained. False while answers may wait to be taken.
+        `watches`: whether to check for slow and drained drafters; false while answers may be unprocessed.
         """
         self.answers.count(self.wait_policy.step_s)
         now = time.monotonic()
@@ -174,7 +178,7 @@ class Drafting:
                     self._sender.send_closed(session, store)
             elif session.has_room:
                 self._sender.send(session, store, now)
-            elif not session.catches_up:  # else the next message asks for no drafts
+            elif not session.catches_up:  # else the next message requests no drafts
                 self._hold(session, now)
             if session.unanswered_bytes > MAX_UNANSWERED_BYTES:
                 self.placement.give_up(session, f"more than {MAX_UNANSWERED_BYTES} bytes are unanswered")
@@ -189,10 +193,10 @@ class Drafting:
         drawn: torch.Tensor,
         stores: Mapping[FeatureKind, FeatureStore],
     ) -> dict[DraftSession, EarlyFeatures]:
-        """Announce a launched step to the drafters of its requests; see `early_features`.
+        """Announce a launched step to the drafters of its requests, as described in `early_features`.
 
-        The device writes the step's features to the memory that they are sent from, so that the step's message waits
-        for no work of the device. `drawn` are the tokens of `rows`, on the device.
+        The device writes the step's features to the send buffer, so that the step's message does not wait for the
+        device. `drawn`: the tokens of `rows`, on the device.
         """
         verified = {one.request: (place, one) for place, one in enumerate(rows) if one.is_decoding}
         begun: dict[DraftSession, EarlyFeatures] = {}
@@ -208,10 +212,10 @@ class Drafting:
         return begun
 
     def commit(self, begun: dict[DraftSession, EarlyFeatures]) -> None:
-        """Keep the early features of a committed step, as `announce` returned them, for the next `flush`.
+        """Keep the early features of a committed step, which `announce` returned, for the next `flush`.
 
-        `begun` is empty afterwards, because a step outlives its features and must not keep memory that is shared with a
-        drafter that has gone.
+        `begun` is cleared, because a step outlives its features and must not keep memory that is shared with a
+        disconnected drafter.
         """
         while begun:
             session, early = begun.popitem()
@@ -231,18 +235,19 @@ class Drafting:
         landed: float,
         is_beside: bool | None,
     ) -> None:
-        """Learn from a step what drafts cost.
+        """Update the measured cost of drafts from a step.
 
         Args:
-            has_prompts: Whether the step had rows of prompts, or the host launched a step with such rows before it took
+            has_prompts: Whether the step had rows of prompts, or the host launched a step with such rows before it read
                 this step's tokens. Such a step and the step after it are not counted: their time says nothing about
                 drafts.
-            step_s, host_s: Seconds of the step itself and of the host before it, waits left out; see `StepTimes`.
-            verified: Number of decoding requests in the step, by (address of the drafter or "", drafts that came).
+            step_s: Seconds of the step itself, excluding waits, as in `StepTimes`.
+            host_s: Seconds of the host before the step, excluding waits, as in `StepTimes`.
+            verified: Number of decoding requests in the step, by (address of the drafter or "", received drafts).
             num_rows: Rows of the step.
             landed: Monotonic time at which the host had the step's tokens.
-            is_beside: Whether the step was launched while another step ran. None if no step ever is; then the host's
-                time counts.
+            is_beside: Whether the step was launched while another step ran. None if steps never overlap; then the
+                host's time counts.
         """
         self.budget.learn()
         seconds, self._landed = landed - self._landed, landed
@@ -284,7 +289,7 @@ class Drafting:
         )
 
     def count_by_drafter(self, rows: Sequence[ScheduledRows]) -> Counter[tuple[str, int]]:
-        """Return the number of decoding requests of a step, by (address of the drafter or "", drafts that came)."""
+        """Return the number of decoding requests of a step, by (address of the drafter or "", received drafts)."""
         bindings = self._bindings
         return Counter(
             (
@@ -296,7 +301,7 @@ class Drafting:
         )
 
     def _hold(self, session: DraftSession, now: float) -> None:
-        """Let the requests of a drafter with full queues wait, within the deadline, until they can be sent."""
+        """Let the requests of a drafter with too many unanswered steps wait, within the deadline, for their message."""
         until = now + session.pace.patience_s(session.pace.num_drafts, self.wait_policy.step_s)
         for binding in session.bindings:
             request = binding.request

@@ -1,7 +1,7 @@
-"""Early features: a verify step's rows, written to the memory that they are sent from before the host has the tokens.
+"""Early features: a verify step's rows, written to the send buffer before the host has the step's tokens.
 
-With shared memory the step is announced too: the drafter begins when the verifier's device has drawn the tokens, before
-the host has read, committed and sent them.
+With shared memory the step is announced too: the drafter starts when the verifier's device has sampled the tokens,
+before the host has read, committed and sent them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def begin_early(
     """Let the device write the features of a session's accepted rows, and announce the step if possible.
 
     Args:
-        verified: The verified requests of a launched step, with their places in its draw.
-        drawn: [B, columns] int64, the step's draw: the number of tokens of each request, equal to its accepted rows,
-            then the tokens.
+        session: The session.
+        store: Features of the session's kind.
+        verified: Each verified request of a launched step, with its place in `drawn`.
+        drawn: Output of the step's sampling, [B, columns] int64: the number of tokens of each request, equal to its
+            accepted rows, then the tokens.
 
     Returns:
-        None if the session has no rows in the step.
+        The early features; None if the session has no rows in the step.
     """
     pieces = [
         (binding, *verified[binding.request])
@@ -74,10 +76,10 @@ def _announce(
     drawn: torch.Tensor,
     places: torch.Tensor,
 ) -> AnnouncedStep | None:
-    """Announce the step and let the device write the tokens `drawn` at `places` for the drafter; None if impossible.
+    """Announce the step and let the device write the tokens of `drawn` at `places` for the drafter; None if impossible.
 
-    The requests are marked: they must not be preempted or continued before the step is committed, because the drafter
-    sees their draws.
+    The requests are marked as announced: they must not be preempted or continued before the step is committed, because
+    the drafter sees their tokens.
     """
     num_drafts = session.pace.num_drafts
     if features.offset is None or num_drafts == 0 or not session.may_announce:

@@ -1,4 +1,4 @@
-"""Why a verify step of a request had no drafts."""
+"""Causes of verify steps without drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cause_name(cause: Cause) -> str:
 
 
 def bound_cause(binding: Binding) -> Cause:
-    """Return why a request that has a drafter got no drafts from it for its next token."""
+    """Return why a request with a drafter has no drafts in its next step."""
     session = binding.session
     if session.is_late:
         return pb.FALLBACK_CAUSE_LATE
@@ -25,15 +25,15 @@ def bound_cause(binding: Binding) -> Cause:
         return pb.FALLBACK_CAUSE_PACE
     if binding.asked_length == len(binding.request.tokens):
         return pb.FALLBACK_CAUSE_EMPTY_ANSWER
-    is_new = binding.sequence_id != 0 and binding.asked_length == 0  # its prompt was sent
+    is_new = binding.sequence_id != 0 and binding.asked_length == 0  # only rows were sent so far
     if binding.rows_behind > 0 or session.catches_up or is_new:
         return pb.FALLBACK_CAUSE_CATCHING_UP
-    # With a sequence id, rows were sent and no drafts asked for; otherwise no row was sent.
+    # With a sequence id, rows were sent without requesting drafts; otherwise no row was sent.
     return pb.FALLBACK_CAUSE_PACE if binding.sequence_id else pb.FALLBACK_CAUSE_NO_FEATURES
 
 
 def unbound_cause(request: Request, sessions: Collection[DraftSession]) -> Cause:
-    """Return why none of the connected drafters has the request."""
+    """Return why a request has no place at any connected drafter."""
     staying = [session for session in sessions if not session.is_draining]
     if not staying:
         return pb.FALLBACK_CAUSE_NO_DRAFTER

@@ -1,4 +1,4 @@
-"""The target's features beside its cache blocks, for heads that come later or lose their state."""
+"""The target's features by cache slot, for drafters that connect later or lose their state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from verifier_service.target.target import Target
 
 
 class FeatureKind(NamedTuple):
-    """Kind of features: of a target's layers, or fused for one head."""
+    """Kind of features: the states of a target's layers, or fused for one head."""
 
     layers: tuple[int, ...]
     fused_for: str = ""  # fingerprint of the head and digest of its fusion
 
 
 class FeatureStore:
-    """Features of rows in the cache, of one kind: [num_blocks * BLOCK_SIZE, width].
+    """Features of one kind for the rows in the cache.
 
     Rows computed before the store was created, or in steps of requests without drafts, have no features. With a fusion
-    the rows are fused, in its dtype and width; otherwise they are the target's.
+    the features are fused and have its dtype and width; otherwise they have the target's.
 
     Attributes:
-        rows: The features by slot of the cache, [num_blocks * BLOCK_SIZE, width], on the target's device.
+        rows: The features by cache slot, [num_blocks * BLOCK_SIZE, width], on the target's device.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class FeatureStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory allocated, bytes."""
+        """Allocated bytes."""
         return self.rows.nbytes
 
     def first_row(self, request: Request) -> int:
-        """Return the first row of the request from which on all rows have features."""
+        """Return the first row of a request after its last row without features."""
         missing = np.flatnonzero(~self._is_written[slots_of([(request.blocks, 0, request.num_feature_rows)])])
         return int(missing[-1]) + 1 if len(missing) else 0
 
@@ -70,18 +70,19 @@ class FeatureStore:
         self._is_written[output.slots_on_host] = True
 
     def drop(self, output: ForwardOutput) -> None:
-        """Mark the rows of the last forward pass as rows without features."""
+        """Mark the rows of the last forward pass as having no features."""
         self._is_written[output.slots_on_host] = False
 
     def read(self, spans: Sequence[tuple[Sequence[int], int, int]], out: torch.Tensor) -> None:
         """Copy the features of rows first .. last - 1 of each (blocks, first, last), sequence after sequence.
 
-        On a GPU's default stream, that of the steps, one kernel gathers the rows. Another stream copies contiguous runs
-        of rows: kernels on a second stream would slow down all passes (docs/decisions/007-second-stream.md).
+        On a GPU's default stream, which runs the steps, one kernel gathers the rows. On another stream contiguous runs
+        of rows are copied: kernels on a second stream would slow down all passes (docs/decisions/007-second-stream.md).
 
         Args:
-            out: [rows, width] of any dtype, on the store's device, another GPU or in host memory. On a GPU the current
-                stream writes it, and the host does not wait.
+            spans: The cache blocks and row range of each sequence.
+            out: Output [rows, width] of any dtype, on the store's device, on another GPU or in host memory. On a GPU
+                the current stream writes it, and the host does not wait.
         """
         slots = slots_of(spans)
         device = self.rows.device
@@ -123,24 +124,24 @@ class FeatureStores:
         self._num_blocks = num_blocks
 
     def need(self, kind: FeatureKind, fusion: FeatureFusion | None) -> None:
-        """Create the store of a kind, unless there is one.
+        """Create the store of a kind if it does not exist.
 
         Raises:
-            RuntimeError, MemoryError: When there is no memory, as torch raises it.
+            RuntimeError, MemoryError: If memory is insufficient, as torch raises it.
         """
         if kind not in self.by_kind:
             self.by_kind[kind] = FeatureStore(self._target, kind.layers, self._num_blocks, fusion)
 
     def keep(self, used: Collection[FeatureKind]) -> None:
-        """Free the features that no drafter needs; keep them if no drafter is left, because one may come back."""
+        """Free the features that no drafter needs; keep them if no drafter is left, because one may reconnect."""
         if used:
             self.by_kind = {kind: store for kind, store in self.by_kind.items() if kind in used}
 
     def capture(self, output: ForwardOutput, requests: Iterable[Request]) -> None:
-        """Store the features of the last forward pass, of rows of `requests`.
+        """Store the features of the last forward pass, whose rows belong to `requests`.
 
-        Fusing a step's features reads about 100 MB of weights for an 8B target. So nothing is stored if no request
-        wants drafts.
+        Fusing a step's features reads about 100 MB of weights for an 8B target. So features are stored only if a
+        request wants drafts.
         """
         is_wanted = any(request.num_speculative_tokens > 0 for request in requests)
         for store in self.by_kind.values():
@@ -150,20 +151,21 @@ class FeatureStores:
                 store.drop(output)
 
     def is_usable(self, request: Request, block: int) -> bool:
-        """Return whether a request may begin with a cached block. A request with drafts needs features, which blocks
-        lack that were computed before a drafter connected or without drafts; its head would see only a part of the
-        prompt.
+        """Return whether a request may reuse a cached block.
+
+        A request with drafts needs features for its whole prompt. Blocks computed without drafts, or before a drafter
+        connected, have none.
         """
         return request.num_speculative_tokens == 0 or all(store.holds(block) for store in self.by_kind.values())
 
     @property
     def num_bytes(self) -> int:
-        """Memory allocated, bytes; from any thread."""
+        """Allocated bytes; thread-safe."""
         return sum(store.num_bytes for store in list(self.by_kind.values()))
 
 
 def copy_runs(rows: torch.Tensor, slots: np.ndarray, out: torch.Tensor) -> None:
-    """Copy rows at int64 [n] places to `out` [n, width], one copy for each contiguous run; no kernel runs."""
+    """Copy the rows at slots [n] int64 to `out` [n, width], with one copy per contiguous run and without kernels."""
     place = 0
     for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
         first, count = int(run[0]), len(run)

@@ -18,13 +18,13 @@ from draftwire_kernels import NOISE_VERSION
 from verifier_service.drafters.stream import HeadInfo
 from verifier_service.target.target import Target
 
-# Most hidden states in a feature row.
+# Maximum number of hidden states in a feature row.
 MAX_FEATURE_LAYERS = 16
 FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Handshake:
-    """The verifier's side of the handshake. A drafter that does not match raises MismatchError with both values."""
+    """The verifier's side of the handshake. If a drafter does not match, MismatchError has both values."""
 
     def __init__(
         self,
@@ -35,8 +35,7 @@ class Handshake:
         *,
         confidences: bool = False,
     ) -> None:
-        """`carriers` are those that the verifier can use, best first; `confidences`: whether drafts come with
-        confidences."""
+        """`carriers`: those that the verifier can use, best first; `confidences`: whether answers have confidences."""
         self._target = target
         self._config = config
         self._max_sequences = max_sequences
@@ -44,7 +43,7 @@ class Handshake:
         self._confidences = confidences
 
     def check(self, info: draft_pb2.GetDrafterInfoResponse) -> None:
-        """Refuse a drafter that cannot serve this target, with both values."""
+        """Reject a drafter that cannot serve this target."""
         config = self._config
         pairs = [
             ("protocol_version", PROTOCOL_VERSION, info.protocol_version),
@@ -130,7 +129,7 @@ class Handshake:
         info: draft_pb2.GetDrafterInfoResponse,
         fusion: FeatureFusion | None,
     ) -> HeadInfo:
-        """Return the head of a drafter's hello, checked again: it may have changed since the info call."""
+        """Return the head of a drafter's hello, which is checked again, because it may have changed since the info."""
         hello = answer.hello
         if answer.WhichOneof("message") != "hello" or hello.carrier not in self._carriers:
             offered = ", ".join(carrier_name(carrier) for carrier in self._carriers)
@@ -154,7 +153,7 @@ def _head_info(
         shape = (info.draft_vocab_size,)
         token_ids = decode_tensor(hello.draft_token_ids, "draft_token_ids", torch.int32, shape).to(torch.int64)
         is_known = len(token_ids) and int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
-        # With two columns of one token, q would differ from the distribution that drafts are drawn from.
+        # With two columns for one token, q would differ from the distribution that drafts are sampled from.
         if not is_known or len(token_ids.unique()) < len(token_ids):
             raise MismatchError(f"draft_token_ids must be in [0, {vocab_size}), at least one and all different")
     elif info.draft_vocab_size != vocab_size:

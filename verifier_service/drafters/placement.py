@@ -13,10 +13,10 @@ from verifier_service.drafters.features import FeatureKind, FeatureStore
 from verifier_service.drafters.session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.drafters.stream import Stream
 
-# A sequence that its drafter could not take is offered again after the first delay. Each further delay doubles, up to
-# the second.
+# A sequence that its drafter rejected is offered again after the first delay. Each further delay doubles, up to the
+# second.
 REOPEN_DELAY_S = (0.5, 30.0)
-# While a drafter is asked for no drafts, a sequence keeps its place until it lacks more than this many rows.
+# While no drafts are requested from a drafter, a sequence keeps its place until it lacks more than this many rows.
 MAX_PAUSED_ROWS = 256
 
 _STATES = {
@@ -27,13 +27,13 @@ _STATES = {
 
 
 class Placement:
-    """Gives requests their places at drafters. Used by the engine's thread alone.
+    """Gives requests their places at drafters. Only the engine's thread uses it.
 
     A request stays at its drafter. A new request goes to the drafter with the lowest share of places taken.
 
     Attributes:
         sessions: The connected drafters, by stream.
-        bindings: The places of the requests that have one.
+        bindings: The place of each request at a drafter.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Placement:
         self._expelled: set[Request] = set()  # requests of expelled drafters, until another drafter takes them
 
     def sequences_at(self, address: str) -> int:
-        """Return the number of sequences at the drafter with that address; callable from any thread."""
+        """Return the number of sequences at the drafter with this address; thread-safe."""
         return sum(len(s.bindings) for s in list(self.sessions.values()) if s.stream.address == address)
 
     def is_bound(self, request: Request) -> bool:
@@ -53,8 +53,8 @@ class Placement:
     def may_decode_ahead(self, requests: Iterable[Request]) -> bool:
         """Return whether the requests of a running step may continue before its tokens are known.
 
-        None of the requests may be about to send rows to a drafter. All requests continue or none, so that they stay in
-        one batch.
+        They may not if any of them is about to send rows to a drafter: all requests continue or none, so that they stay
+        in one batch.
         """
         now = time.monotonic()
         for request in requests:
@@ -89,7 +89,7 @@ class Placement:
         return unbound_cause(request, self.sessions.values())
 
     def place(self, requests: Sequence[Request], stores: Mapping[FeatureKind, FeatureStore], now: float) -> None:
-        """Give places to requests that want drafts and have no drafter."""
+        """Give places to requests with drafts that have no drafter."""
         if len(self.bindings) >= len(requests) or not any(session.takes_more for session in self.sessions.values()):
             return
         unbound = [one for one in requests if one.num_speculative_tokens > 0 and one not in self.bindings]
@@ -104,7 +104,7 @@ class Placement:
             self._close(self.bindings[request])
 
     def unbind(self, binding: Binding) -> None:
-        """Drop a place whose drafter has no state of the sequence; the sequence is opened again after a delay."""
+        """Remove a place whose drafter has no state of the sequence; the sequence is opened again after a delay."""
         self._unlink(binding)
         if binding.session.is_draining:
             return  # another drafter may take the sequence at once
@@ -112,7 +112,7 @@ class Placement:
         self._reopen[binding.request] = (time.monotonic() + delay, min(2 * delay, REOPEN_DELAY_S[1]))
 
     def leave_behind(self, session: DraftSession) -> None:
-        """Close sequences with a long backlog at a drafter that is sent nothing."""
+        """Close sequences with a long backlog at a drafter from which no drafts are requested."""
         session.catches_up = False
         for binding in [one for one in session.bindings if one.rows_behind > MAX_PAUSED_ROWS]:
             self._close(binding)
@@ -138,22 +138,22 @@ class Placement:
                     self._close(binding)
 
     def drop_lost(self) -> None:
-        """Give up drafters that have not answered for `LOST_AFTER_S`. Call after all answers have been taken."""
+        """Give up drafters that have not answered for `LOST_AFTER_S`. Call after all answers have been processed."""
         now = time.monotonic()
         for session in list(self.sessions.values()):
             if now > session.lost_at:
                 self.give_up(session, f"no answer in {LOST_AFTER_S:g} s")
 
     def give_up(self, session: DraftSession, reason: str, *, expel: bool = False) -> None:
-        """End a drafter's stream with an error, and drop its session."""
+        """End a drafter's stream with an error, and remove its session."""
         session.stream.fail(reason, expel=expel)
         self.drop(session)
 
     def drop(self, session: DraftSession) -> None:
-        """Remove a session whose stream has ended; its requests have no drafter then."""
+        """Remove a session whose stream has ended, and the places of its requests."""
         self.sessions.pop(session.stream, None)
         session.stream.count_received()
-        session.committed = None  # it refers to the session, as early features do, and so to shared memory
+        session.committed = None  # like early features, it keeps the session and its shared memory alive
         session.give_up_early()
         for binding in session.bindings:
             del self.bindings[binding.request]
@@ -163,7 +163,7 @@ class Placement:
         session.sequences.clear()
 
     def _takers(self, request: Request, now: float) -> list[DraftSession]:
-        """Return the drafters at which a request without one may get a place."""
+        """Return the drafters at which a request may get a place now."""
         if now < self._reopen.get(request, (0.0, 0.0))[0]:
             return []
         return [
@@ -174,7 +174,7 @@ class Placement:
 
     def _bind(self, request: Request, stores: Mapping[FeatureKind, FeatureStore], now: float) -> None:
         if request.num_feature_rows == 0 or request.is_in_flight:
-            return  # in flight: a store that was made since the step's launch has no features of its rows
+            return  # in flight: a store created after the step's launch has no features of its rows
         takers = self._takers(request, now)
         if not takers:
             return
@@ -185,7 +185,7 @@ class Placement:
         self._expelled.discard(request)
 
     def _close(self, binding: Binding) -> None:
-        """Give a request's place back; the drafter drops its state of the sequence."""
+        """Remove a request's place, and let the drafter drop its state of the sequence."""
         self._unlink(binding)
         if binding.sequence_id:
             binding.session.closed_ids.append(binding.sequence_id)

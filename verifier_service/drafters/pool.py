@@ -22,15 +22,15 @@ RESOLVE_INTERVAL_S = 2.0
 class DrafterPool:
     """Keeps a link to every drafter behind the given names.
 
-    A name with several addresses, such as a headless service or a scaled compose service, stands for a drafter at each
-    address. A link whose address is no longer named is closed when it is not needed (`DrafterLink.is_needed`); a
-    failing name server closes no link. A name without addresses gets no link. The links run on a separate event loop
-    and thread, so that drafts do not wait behind clients.
+    A name with several addresses, such as a headless service or a scaled compose service, stands for one drafter per
+    address. A link whose address is no longer named is closed unless `DrafterLink.is_needed`; a failing name server
+    closes no link. A name without addresses gets no link. The links run on a separate event loop and thread, so that
+    drafts do not wait behind clients.
     """
 
     def __init__(self, names: Sequence[str], make_link: Callable[[str, str], DrafterLink]) -> None:
         """`names` are HOST:PORT; `make_link` creates the link to an address of a host."""
-        # The addresses of each name, with the host as named; empty before the name is resolved, and if it cannot be.
+        # For each name, the host of each of its addresses; empty if the name is not or cannot be resolved.
         self._found: dict[str, dict[str, str]] = {name: {} for name in names}
         self._make_link = make_link
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -55,7 +55,7 @@ class DrafterPool:
     @property
     def statuses(self) -> list[generate_pb2.DrafterStatus]:
         """Return the status of each link, and of each name without addresses; thread-safe."""
-        state, detail = generate_pb2.DRAFTER_STATE_CONNECTING, "its name has no address"
+        state, detail = generate_pb2.DRAFTER_STATE_CONNECTING, "the name has no address"
         unresolved = [
             generate_pb2.DrafterStatus(address=name, state=state, detail=detail)
             for name, hosts in self._found.items()
@@ -81,7 +81,7 @@ class DrafterPool:
                 self._found[name] = await _resolve(name)
                 self._update()
             except Exception:
-                logger.exception("drafters %s: not looked up", name)
+                logger.exception("drafters %s: look-up failed", name)
             await asyncio.sleep(RESOLVE_INTERVAL_S)
 
     def _update(self) -> None:
@@ -95,13 +95,13 @@ class DrafterPool:
                 self._tasks[address] = asyncio.create_task(link.run())
         for address, link in list(self._links.items()):
             if address not in addresses and self._found[self._name_of[address]] and not link.is_needed:
-                logger.info("drafter %s: no longer named, dropped", address)
+                logger.info("drafter %s: no longer named; link closed", address)
                 del self._links[address], self._name_of[address]
                 self._tasks.pop(address).cancel()
 
 
 async def _resolve(name: str) -> dict[str, str]:
-    """Return HOST:PORT of every address of a name, with the host as named; empty if the name cannot be resolved."""
+    """Return the host of each HOST:PORT address of a name; empty if the name cannot be resolved."""
     host, port = parse_address(name, "drafters")
     answer: Future[list[Any]] = Future()
     answer.set_running_or_notify_cancel()
@@ -112,7 +112,7 @@ async def _resolve(name: str) -> dict[str, str]:
         except Exception as error:
             answer.set_exception(error)
 
-    # Not in the event loop's executor, which waits for its threads at the end: a name server may take long.
+    # Not in the event loop's executor, which joins its threads at the end: a name server may be slow.
     threading.Thread(target=look_up, name="look-up", daemon=True).start()
     try:
         entries = await asyncio.wrap_future(answer)

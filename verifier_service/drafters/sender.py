@@ -1,4 +1,4 @@
-"""The messages to a drafter: rows of features with their tokens, and the drafts wanted for each sequence."""
+"""The messages to a drafter: rows of features with their tokens, and the requested drafts of each sequence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 # many bytes, so that they delay no other sequence.
 MAX_BACKLOG_ROWS = 512
 MAX_BACKLOG_BYTES = 16 * 1024 * 1024
-# While most sequences have a backlog, no drafts are asked for: until at most this share has one, or at most half had
-# one for this many seconds.
+# When more than half of the sequences have a backlog, no drafts are requested until at most FEW_SHARE have one, or at
+# most half had one for LONGEST_FEW_S seconds.
 FEW_SHARE, LONGEST_FEW_S = 0.125, 1.0
 
-# Rows to send of a sequence.
+# A sequence and its number of rows to send.
 _Piece = tuple[Binding, int]
 
 
@@ -40,27 +40,27 @@ class _Rows(NamedTuple):
     bindings: list[Binding]
     first_rows: list[int]
     num_rows: list[int]
-    num_drafts: list[int]  # drafts wanted after the rows
-    tokens: list[int]  # of all rows
+    num_drafts: list[int]  # requested drafts after the rows
+    tokens: list[int]  # tokens of all rows
 
 
 class StepSender:
-    """Sends drafters the rows that they lack. Used by the engine's thread alone."""
+    """Sends drafters their missing rows. Only the engine's thread uses it."""
 
     def __init__(self, config: config_pb2.SpeculativeConfig, times: StepTimes, waits: DraftWaitPolicy) -> None:
-        """`times` counts bytes and rows; `waits` has the seconds of a step."""
+        """`times` counts bytes and rows; `waits` knows the seconds of a step."""
         self._config = config
         self._times = times
         self._waits = waits
         self._most_verified = config.num_speculative_tokens + 1  # rows of a verify step
-        self._old_rows: dict[Request, int] = {}  # rows at the last flush
+        self._old_rows: dict[Request, int] = {}  # number of rows at the last flush
 
     def send(self, session: DraftSession, store: FeatureStore, now: float) -> None:
-        """Send new rows of all sequences, and ask for drafts of sequences without a backlog.
+        """Send new rows of all sequences, and request drafts for sequences without a backlog.
 
         With adaptive k, rows of prompts and backlogs go in a separate message without drafts, after the message whose
-        drafts are awaited. While most sequences have a backlog, only backlogs are sent, and the sequences decode
-        without drafts: drafts of a few would delay the steps of all.
+        drafts are awaited. While most sequences have a backlog, only backlogs are sent, and all sequences decode
+        without drafts: drafts for a few would delay the steps of all.
         """
         backlog, is_adaptive = session.pace.backlog, session.pace.is_adaptive
         most_rows = backlog.rows(session.stream.head.row_bytes) if is_adaptive else math.inf
@@ -77,12 +77,12 @@ class StepSender:
         has_asked = False
         if verified or session.closed_ids:
             has_asked = self._send_step(session, store, verified, num_drafts)
-        # Else drafts would wait behind these rows.
+        # Otherwise the next drafts would wait behind these rows.
         if others and (has_asked or not (is_adaptive and any(_in_flight(session)))):
             self._send_step(session, store, others, 0 if is_adaptive else num_drafts, has_backlog=True)
 
     def send_closed(self, session: DraftSession, store: FeatureStore) -> None:
-        """Send the closed sequences to a drafter that gets no rows."""
+        """Send the ids of closed sequences, without rows."""
         self._send_step(session, store, [], 0)
 
     def _must_catch_up(self, session: DraftSession, now: float) -> bool:
@@ -100,7 +100,7 @@ class StepSender:
         return binding.rows_behind <= self._most_verified
 
     def note_rows(self, requests: Sequence[Request]) -> None:
-        """End a flush: rows that exist now and were not sent are backlog from here on."""
+        """End a flush: rows that exist now and were not sent are a backlog from now on."""
         self._old_rows = {request: request.num_feature_rows for request in requests}
 
     def forget(self, request: Request) -> None:
@@ -116,7 +116,7 @@ class StepSender:
         *,
         has_backlog: bool = False,
     ) -> bool:
-        """Send rows, and ask for `num_drafts` drafts of each complete sequence. Return whether any is complete."""
+        """Send rows, and request `num_drafts` drafts for each complete sequence. Return whether any is complete."""
         session.step_id += 1
         step = draft_pb2.DraftStep(step_id=session.step_id, closed_ids=session.closed_ids)
         session.closed_ids = []
@@ -137,7 +137,7 @@ class StepSender:
             sent = time.monotonic()
             session.stream.send(step, features)
         session.early = None
-        # Other work is done while the drafter computes.
+        # The drafter computes meanwhile.
         num_bytes = num_rows * session.stream.head.row_bytes
         carrier = draft_pb2.CARRIER_BYTES if features is None else features.carrier
         num_asked = sum(drafts > 0 for drafts in rows.num_drafts)
@@ -156,12 +156,12 @@ class StepSender:
         return num_asked > 0
 
     def _commit(self, session: DraftSession, early: EarlyFeatures, rows: _Rows, closed_ids: list[int]) -> None:
-        """Commit the step that was announced: the drafter has its tokens and features."""
+        """Commit the announced step, whose tokens and features the drafter has."""
         assert early.announced is not None
         session.last_resolved = early.announced.announced_id
         asked = [binding for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True) if drafts > 0]
         places = {binding: place for place, binding in enumerate(early.bindings)}
-        # A sequence that the drafter has lost is not closed, but has no rows in the step either.
+        # A sequence that the drafter has lost is not among closed_ids, and has no rows in the step.
         lost = [one.sequence_id for one in early.bindings if not one.is_open and one.sequence_id not in closed_ids]
         session.committed = CommittedStep(
             session.step_id, asked, [places[binding] for binding in asked], early.announced
@@ -182,7 +182,7 @@ class StepSender:
         rows: _Rows,
         early: EarlyFeatures | None,
     ) -> Outgoing | None:
-        """Write rows into a step's message, and return their features: the `early` features, if any."""
+        """Write rows into a step's message, and return their features: the `early` features, if given."""
         step.replaces = session.last_resolved
         if not rows.bindings:
             return None
@@ -202,10 +202,10 @@ class StepSender:
         return features
 
     def _pieces(self, session: DraftSession, most_rows: float) -> list[_Piece]:
-        """Return (sequence, rows to send): all rows of verify steps, and up to `most_rows` of a backlog.
+        """Return (sequence, rows to send): all rows of verify steps, and up to `most_rows` of backlogs.
 
-        Rows older than the last step are a backlog: of a moved sequence, a slow drafter, or a cached prefix. At most
-        MAX_BACKLOG_ROWS of a backlog, and MAX_BACKLOG_BYTES of all backlogs, go at once.
+        Rows older than the last step are a backlog: of a moved sequence, a slow drafter, or a cached prefix. A message
+        has at most MAX_BACKLOG_ROWS of a sequence's backlog, and MAX_BACKLOG_BYTES of all backlogs.
         """
         room = max(MAX_BACKLOG_BYTES // session.stream.head.row_bytes, 1)
         pieces = []
@@ -224,7 +224,7 @@ class StepSender:
 
     def _open(self, step: draft_pb2.DraftStep, binding: Binding) -> None:
         request = binding.request
-        key = 0  # greedy drafters need no key, which reveals something of the seed
+        key = 0  # greedy drafters need no key, and a key reveals information about the seed
         if self._config.draft_sample_method == cfg.GUMBEL:
             is_coupled = self._config.rejection_sample_method == cfg.COUPLED
             key = request.keys.resample if is_coupled else request.keys.proposal
@@ -246,12 +246,12 @@ class StepSender:
 
 
 def _in_flight(session: DraftSession) -> list[bool]:
-    """Yield, for each decoding sequence, whether it is in a running step."""
+    """Return, for each decoding sequence, whether it is in a running step."""
     return [binding.request.is_in_flight for binding in session.bindings if binding.request.is_decoding]
 
 
 def _take_rows(pieces: Sequence[_Piece], num_drafts: int) -> _Rows:
-    """Count rows as sent, and return the drafts wanted after them, at most `num_drafts` of each sequence."""
+    """Mark rows as sent, and return them with the drafts to request, at most `num_drafts` for each sequence."""
     taken = _Rows([], [], [], [], [])
     for binding, rows in pieces:
         request = binding.request

@@ -19,10 +19,10 @@ from verifier_service.drafters.breaker import Breaker, Circuit
 from verifier_service.drafters.stream import AnnouncedStep, Stream
 from verifier_service.pacing import Message, Pace
 
-# Most unanswered steps, and the seconds without an answer after which the drafter counts as lost.
+# Maximum number of unanswered steps, and the seconds without an answer after which the drafter counts as lost.
 MAX_UNANSWERED_STEPS = 32
 LOST_AFTER_S = 10.0
-# Most announced steps that are neither committed nor replaced; a drafter refuses more.
+# Maximum number of announced steps that are neither committed nor replaced; a drafter rejects more.
 MAX_ANNOUNCED = 4
 
 
@@ -44,11 +44,11 @@ class DraftSession:
     is_draining: bool = False
     catches_up: bool = False  # whether only backlogs are sent, without drafts
     few_since: float = 0.0  # monotonic time since which at most half of the sequences have a backlog
-    others: int = 0  # open sequences of other verifiers, as last reported
-    kv_cache_usage: float = 0.0  # as last reported, [0, 1]
+    others: int = 0  # last reported number of open sequences of other verifiers
+    kv_cache_usage: float = 0.0  # last reported usage in [0, 1]
     last_received: float = 0.0  # monotonic time of the last answer
     reported: Circuit = Circuit.CLOSED  # the breaker's state that the link knows
-    early: EarlyFeatures | None = None  # of the last committed step, until they are sent or given up
+    early: EarlyFeatures | None = None  # those of the last committed step, until they are sent or given up
     committed: CommittedStep | None = None  # the last Commit, until it is answered
     last_announced: int = 0  # id of the last announced step
     last_resolved: int = 0  # id up to which all announced steps are committed or will be replaced
@@ -59,12 +59,12 @@ class DraftSession:
         self.kv_cache_usage = load.kv_cache_usage
 
     def give_up_early(self) -> None:
-        """Give up early features that no message uses. The next message drops the step, if it was announced."""
+        """Give up early features that no message uses. If their step was announced, the next message replaces it."""
         early, self.early = self.early, None
         if early is None:
             return
         if early.announced is not None:
-            # The drafter releases the room of features and tokens, so the device must have written them.
+            # The drafter releases the memory of features and tokens, so the device must have written them.
             early.features.wait()
             self.last_resolved = early.announced.announced_id
         else:
@@ -77,7 +77,7 @@ class DraftSession:
         return self.has_room and not is_full and self.stream.may_announce
 
     def awaited_answer(self) -> AwaitedAnswer | None:
-        """Return the answer that brings all awaited drafts; None if they come in several."""
+        """Return the answer with all awaited drafts; None if there are several."""
         step_id = next(reversed(self.unanswered))
         waiting = [binding for binding in self.bindings if binding.wait_until is not None]
         if any(binding.asked_step != step_id for binding in waiting):
@@ -96,7 +96,7 @@ class DraftSession:
 
     @property
     def load(self) -> float:
-        """Return the drafter's share in use by all verifiers: of its sequences or, if larger, of its cache."""
+        """Return the drafter's utilization by all verifiers: the larger of its sequences' and its cache's."""
         return max((self.others + len(self.bindings)) / max(self.stream.head.max_sequences, 1), self.kv_cache_usage)
 
     @property
@@ -106,7 +106,7 @@ class DraftSession:
 
     @property
     def is_counted_on(self) -> bool:
-        """Return whether drafts are asked for after each step."""
+        """Return whether drafts are requested after each step."""
         return not (self.pace.is_off or self.catches_up)
 
     @property
@@ -123,7 +123,7 @@ class DraftSession:
 
     @property
     def silent_since(self) -> float | None:
-        """Return the monotonic time since which the drafter owes an answer; None if it owes none."""
+        """Return the monotonic time since which an answer is due; None if none is due."""
         return max(next(iter(self.unanswered.values())).sent, self.last_received) if self.unanswered else None
 
     @property
@@ -139,10 +139,10 @@ class Binding:
     request: Request
     session: DraftSession
     next_row: int  # first row that has not been sent
-    sequence_id: int = 0  # set when the first rows are sent, so that ids rise on the stream; 0 before
-    asked_length: int = 0  # committed length at the last request for drafts
-    asked_drafts: int = 0
-    asked_step: int = 0
+    sequence_id: int = 0  # set when the first rows are sent, so that ids ascend on the stream; 0 before
+    asked_length: int = 0  # committed length when drafts were last requested
+    asked_drafts: int = 0  # drafts requested then
+    asked_step: int = 0  # step with that request
     wait_until: float | None = None  # monotonic time until which the request waits for drafts
 
     @property
@@ -152,7 +152,7 @@ class Binding:
 
     @property
     def rows_behind(self) -> int:
-        """Return the number of rows that were not sent."""
+        """Return the number of rows that have not been sent."""
         return self.request.num_feature_rows - self.next_row
 
     @property
@@ -161,15 +161,15 @@ class Binding:
         return self.wait_until is not None and not self.session.is_late
 
     def waits_at(self, now: float) -> bool:
-        """Return whether the request waits for drafts at a monotonic time: the deadline has not passed."""
+        """Return whether the request waits for drafts at a monotonic time."""
         return self.wait_until is not None and now < self.wait_until and not self.session.is_late
 
 
 class EarlyFeatures(NamedTuple):
     """Features of a step's accepted rows, which the device writes before the host has the step's tokens.
 
-    They fit a message with these sequences and first rows, in which each sequence has as many rows as tokens were
-    drawn. Later events, such as the end of a request, change the message.
+    They are valid for a message with these sequences and first rows, in which each sequence has one row per sampled
+    token. Later events, such as the end of a request, change the message.
     """
 
     bindings: list[Binding]
@@ -178,11 +178,11 @@ class EarlyFeatures(NamedTuple):
     announced: AnnouncedStep | None
 
     def is_unchanged(self, bindings: Sequence[Binding], first_rows: Sequence[int], num_drafts: Sequence[int]) -> bool:
-        """Return whether the step to send is the step that these features were written for.
+        """Return whether the step to send is the step for which these features were written.
 
         Only this method decides whether an announced step is committed. Sequences of an announced step may have been
-        closed since, and fewer drafts may be wanted. In a step that was not announced no sequence may have been closed,
-        because its features would lie between the others.
+        closed since, and fewer drafts may be requested. In a step that was not announced no sequence may have been
+        closed, because its features would lie between the others.
         """
         left = [place for place, binding in enumerate(self.bindings) if binding.is_open]
         if [self.bindings[place] for place in left] != bindings:
@@ -195,31 +195,31 @@ class EarlyFeatures(NamedTuple):
 
 
 class UncheckedDrafts(NamedTuple):
-    """Drafts that a pass may begin with before their answer has been checked, sequence after sequence."""
+    """Drafts with which a pass may start before their answer has been checked, sequence after sequence."""
 
-    tokens: np.ndarray  # int32 [D], ids of the vocabulary
-    confidences: np.ndarray | None  # float32 [D], anything; None where drafts come without
+    tokens: np.ndarray  # int32 [D], ids in the vocabulary
+    confidences: np.ndarray | None  # float32 [D], arbitrary values; None without confidences
 
 
 class CommittedStep(NamedTuple):
-    """A committed step, whose drafts may come early."""
+    """A committed step, whose early drafts may be read."""
 
     step_id: int
-    bindings: list[Binding]  # places with wanted drafts
-    places: list[int]  # their places among the announced sequences
+    bindings: list[Binding]  # those with requested drafts
+    places: list[int]  # their indices among the announced sequences
     announced: AnnouncedStep
 
 
 @dataclass(eq=False)
 class AwaitedAnswer:
-    """The one answer that brings all awaited drafts, if each sequence gets the drafts asked for."""
+    """The one answer with all awaited drafts, if each sequence gets the requested drafts."""
 
     stream: Stream
     step_id: int
     sequence_ids: list[int]
-    num_drafts: list[int]  # drafts asked for, of each sequence
+    num_drafts: list[int]  # requested drafts of each sequence
     requests: list[Request]
-    committed: CommittedStep | None = None  # its early drafts are in shared memory; None after they were read
+    committed: CommittedStep | None = None  # step with early drafts in shared memory; None after they were read
 
     def has_early_drafts(self) -> bool:
         """Return whether there are unread early drafts."""
@@ -227,9 +227,9 @@ class AwaitedAnswer:
         return committed is not None and self.stream.has_early_drafts(committed.announced)
 
     def read_early_drafts(self, vocab_size: int) -> UncheckedDrafts | None:
-        """Return the early drafts; None where they are fewer than were asked for, or no tokens.
+        """Return the early drafts; None if they are missing or not valid token ids.
 
-        The answer must confirm the drafts; a pass that began with wrong drafts is dropped.
+        The answer must confirm the drafts; a pass that started with wrong drafts is dropped.
         """
         committed, is_there = self.committed, self.has_early_drafts()
         self.committed = None  # they are read once
@@ -243,9 +243,9 @@ class AwaitedAnswer:
         return UncheckedDrafts(tokens, confidences) if _are_ids(tokens, vocab_size) else None
 
     def read_answer(self, answer: draft_pb2.Drafts, vocab_size: int) -> UncheckedDrafts | None:
-        """Return the drafts of an answer that has not been checked; None when it is another one.
+        """Return the drafts of an unchecked answer; None if it is another answer or its drafts are invalid.
 
-        Nothing else is checked: a pass that begins with the drafts is dropped if the answer proves wrong.
+        The rest of the answer is checked later: if it is wrong, a pass that started with the drafts is dropped.
         """
         if answer.step_id != self.step_id or answer.sequence_ids[:] != self.sequence_ids:
             return None
@@ -262,5 +262,5 @@ class AwaitedAnswer:
 
 
 def _are_ids(tokens: np.ndarray, vocab_size: int) -> bool:
-    """Return whether all values are token ids; read as unsigned, a negative id exceeds every valid id."""
+    """Return whether all values are token ids; as unsigned integers, negative ids exceed every valid id."""
     return int(tokens.view(np.uint32).max(initial=0)) < vocab_size

@@ -1,4 +1,4 @@
-"""An open stream to a drafter and its events, as seen by the engine's thread."""
+"""An open stream to a drafter, and its events, for the engine's thread."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class HeadInfo:
 
     fingerprint: str
     layers: tuple[int, ...]
-    dtype: torch.dtype  # of the features on the wire
+    dtype: torch.dtype  # dtype of the features on the wire
     draft_vocab_size: int
-    draft_token_ids: torch.Tensor | None  # int64 [draft_vocab_size], None when the vocabularies are equal
-    row_bytes: int  # of a feature row on the wire
+    draft_token_ids: torch.Tensor | None  # int64 [draft_vocab_size], None if the vocabularies are equal
+    row_bytes: int  # size of a feature row on the wire
     max_drafts: int
     max_sequences: int
     max_model_len: int
-    fusion: FeatureFusion | None = None  # applied before features are sent; None sends them as they are
+    fusion: FeatureFusion | None = None  # applied before features are sent; None: unfused features
     fusion_digest: str = ""
-    confidences: bool = False  # whether each draft comes with its confidence
+    confidences: bool = False  # whether each draft has a confidence
 
     @property
     def kind(self) -> FeatureKind:
-        """Return the kind of features sent; fused features fit no other head."""
+        """Return the kind of the sent features; fused features are valid only for this head."""
         return FeatureKind(self.layers, f"{self.fingerprint} {self.fusion_digest}" if self.fusion else "")
 
     @property
     def width(self) -> int:
-        """Return the elements of a feature row on the wire."""
+        """Return the number of elements of a feature row on the wire."""
         return self.row_bytes // self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Connected:
-    """Event: a stream is open. Each stream is a new `Stream` object."""
+    """Event: a stream has been opened. Each stream is a new `Stream` object."""
 
     stream: Stream
 
@@ -76,14 +76,14 @@ class Answered:
 
 @dataclass(frozen=True, eq=False)
 class Draining:
-    """Event: a drafter drains, and answers only what was sent."""
+    """Event: a drafter drains, and answers only steps that were already sent."""
 
     stream: Stream
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """Event: a drafter's load, which answers report too."""
+    """Event: a drafter has reported its load; answers also report it."""
 
     stream: Stream
     load: draft_pb2.DrafterLoad
@@ -97,24 +97,25 @@ class AnnouncedStep(NamedTuple):
     """An announced step."""
 
     announced_id: int
-    num_drafts: int  # of each sequence
+    num_drafts: int  # drafts per sequence
     num_sequences: int
-    confidences: bool  # whether each early draft comes with its confidence
+    confidences: bool  # whether each early draft has a confidence
 
     @property
     def early_shape(self) -> tuple[int, ...]:
-        """Shape of the early drafts; see `EarlyDrafts` in draft.proto."""
+        """Shape of the early drafts, as defined by `EarlyDrafts` in draft.proto."""
         return (self.num_sequences, self.num_drafts, 2) if self.confidences else (self.num_sequences, self.num_drafts)
 
 
 class Stream:
-    """An open stream. The engine's thread calls all methods, unless they say otherwise.
+    """An open stream. Only the engine's thread calls its methods, except for those marked thread-safe.
 
-    Messages that fit go through the channel, if there is one, without another thread; see `Rendezvous` in draft.proto.
+    Messages that fit are sent through the channel, if there is one, without another thread (`Rendezvous` in
+    draft.proto).
 
     Attributes:
-        sender: Gives room for the features of a step.
-        receiver: Takes the draft logits of an answer.
+        sender: Allocates send buffers for the features of a step.
+        receiver: Receives the draft logits of an answer.
         on_trial: Whether the drafter was expelled on its previous stream.
     """
 
@@ -132,8 +133,8 @@ class Stream:
         on_trial: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """`status` is the drafter's, in which bytes are counted; `traffic` counts the bytes of all channels. `loop` is
-        by default the running event loop."""
+        """`status`: the drafter's status, in which bytes are counted; `traffic` counts messages and bytes of all
+        channels; `loop`: by default the running event loop."""
         self.address = status.address
         self.head = head
         self.sender = sender
@@ -143,24 +144,24 @@ class Stream:
         self.on_trial = on_trial
         self.failure: str | None = None
         self.is_expelled = False
-        self._num_unanswered = 0  # sent steps without an answer
+        self._num_unanswered = 0  # number of sent steps without an answer
         self._status = status
         self._cancel = cancel
         self._report = report
         self._traffic = traffic
         self._loop = loop or asyncio.get_running_loop()
-        self._lock = threading.Lock()  # of the counts
-        self._last_queued = 0  # step
-        self._last_answered = 0
+        self._lock = threading.Lock()  # protects the counts
+        self._last_queued = 0  # id of the last step sent over the stream
+        self._last_answered = 0  # id of the last answered step
         self._channel = channel
-        self._last_announced = 0  # id of a step
-        self._resolved = (0, 0)  # the last sent step, and the id up to which it resolves announced steps
-        self._early: tuple[int, Body] | None = None  # of the announced step that the drafter began last
+        self._last_announced = 0  # announced_id of the last announced step
+        self._resolved = (0, 0)  # the last sent step, and the announced_id up to which it resolves announced steps
+        self._early: tuple[int, Body] | None = None  # announced_id and drafts of the last step that the drafter started
         # Messages read from the channel, with their bytes.
         self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []
 
     def send(self, step: StepMessage, features: Outgoing | None = None) -> None:
-        """Send a step and its features; never waits for the drafter."""
+        """Send a step and its features without waiting for the drafter."""
         with self._lock:
             self._num_unanswered += 1
         self._resolved = step.step_id, step.announced_id if isinstance(step, draft_pb2.Commit) else step.replaces
@@ -173,7 +174,7 @@ class Stream:
         self._loop.call_soon_threadsafe(self.outbox.put_nowait, (step, features))
 
     def _send_direct(self, request: Encoded, numbers: torch.Tensor | None = None) -> bool:
-        """Send a message through the channel; False when it does not fit."""
+        """Send a message through the channel; return False if it does not fit."""
         if self._channel is None or not self._channel.send(request.data, numbers):
             return False
         self._traffic.count_message("direct", "sent", request.message, len(request.data))
@@ -196,10 +197,10 @@ class Stream:
     def announce(
         self, message: draft_pb2.Announce, numbers: torch.Tensor, features: Outgoing
     ) -> AnnouncedStep | None:
-        """Announce a step, and let the current stream write its `numbers` for the drafter.
+        """Announce a step, and let the current CUDA stream write its `numbers` for the drafter.
 
         Returns:
-            None if the step was not announced; the caller keeps the features.
+            The announced step; None if it could not be announced. Then the caller keeps the features.
         """
         features.announce(message.features)
         request = draft_pb2.DraftRequest(announce=message)
@@ -225,7 +226,7 @@ class Stream:
         return self._early[1].read(announced.early_shape)
 
     def _take_early(self, early: draft_pb2.EarlyDrafts, body: Body | None) -> None:
-        """Record that the drafter has begun an announced step, in place of the one before."""
+        """Record that the drafter has started an announced step, and release the early drafts of the previous one."""
         if body is None or not 1 <= early.announced_id <= self._last_announced:
             raise InvalidArgumentError("early.announced_id", early.announced_id, "must be announced, and have a body")
         if self._early is not None:
@@ -234,11 +235,11 @@ class Stream:
 
     @property
     def is_direct_next(self) -> bool:
-        """Return whether the next step may go through the channel without overtaking steps sent over the stream."""
+        """Return whether the next step may use the channel without overtaking steps sent over the stream."""
         return self._channel is not None and self._last_answered >= self._last_queued
 
     def encode(self, step: StepMessage, features: Outgoing | None) -> Encoded:
-        """Wait for a step's features, and return its message with them."""
+        """Wait for a step's features, and return the encoded step."""
         step.logits_read = self.receiver.generation_read
         if isinstance(step, draft_pb2.Commit):
             if features is not None:
@@ -249,11 +250,11 @@ class Stream:
 
     @property
     def is_direct(self) -> bool:
-        """Return whether messages may come through the channel, when `fileno` is readable."""
+        """Return whether there is a channel, whose `fileno` is readable when messages have arrived."""
         return self._channel is not None
 
     def fileno(self) -> int:
-        """Return the channel's descriptor, which is readable when messages have come."""
+        """Return the channel's file descriptor, which is readable when messages have arrived."""
         assert self._channel is not None
         return self._channel.fileno()
 
@@ -263,7 +264,7 @@ class Stream:
             self._channel.close()
 
     def count_bytes(self, direction: Direction, num_bytes: int) -> None:
-        """Count the message of a step or of an answer in the drafter's status; thread-safe."""
+        """Count the bytes of a step or an answer in the drafter's status; thread-safe."""
         with self._lock:
             if direction == "sent":
                 self._status.sent_message_bytes += num_bytes
@@ -280,17 +281,17 @@ class Stream:
         """Record an answer.
 
         Raises:
-            InvalidArgumentError: When the answer claims to have read features that were not sent.
+            InvalidArgumentError: If the answer claims to have read features that were not sent.
         """
         self._last_answered = drafts.step_id
         step_id, announced_id = self._resolved
         if self._early is not None and step_id <= drafts.step_id and self._early[0] <= announced_id:
-            self._early[1].release()  # else later records would wait behind this one
+            self._early[1].release()  # otherwise later records would wait behind this one
             self._early = None
         self.sender.release(drafts.features_read, "drafts.features_read")
 
     def read_direct(self) -> list[LinkEvent] | None:
-        """Return the answers that have come through the channel; None after the last."""
+        """Return the answers that have arrived through the channel; None after the stream has failed or ended."""
         if self.failure is not None or self._channel is None:
             return None
         events: list[LinkEvent] = []
@@ -316,7 +317,7 @@ class Stream:
         return events
 
     def count_received(self) -> None:
-        """Count the messages that `read_direct` has read; done later, because a step may start with their drafts."""
+        """Count the messages that `read_direct` has read; a separate call, so that a step can start with them first."""
         for answer, num_bytes in self._uncounted:
             self._traffic.count_message("direct", "received", answer, num_bytes)
             self.count_bytes("received", num_bytes)

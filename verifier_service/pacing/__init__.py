@@ -1,4 +1,4 @@
-"""How many drafts a drafter is asked for, how long they are waited for, and which of them are verified."""
+"""Number of drafts requested from each drafter, the wait for them, and which of them are verified."""
 
 from verifier_service.pacing.backlog import Backlog
 from verifier_service.pacing.budget import Limit, VerificationBudget, chosen

@@ -1,4 +1,4 @@
-"""How likely drafts are to be accepted: a drafter's confidences, corrected by what became of its earlier drafts."""
+"""The acceptance probability of drafts: a drafter's confidences, calibrated by the acceptance of its earlier drafts."""
 
 from __future__ import annotations
 
@@ -6,41 +6,42 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Confidence of a draft that came with none.
+# Assumed confidence of a draft without one.
 NO_CONFIDENCE = 0.7
-# Confidences are read as at least this, and at most 1 less this.
+# Confidences are clipped to [LEAST_CONFIDENCE, 1 - LEAST_CONFIDENCE].
 LEAST_CONFIDENCE = 1e-3
-# Drafts that the assumption of a right confidence counts for, in offset and in slope.
+# Weight of the prior, which trusts the confidence, in drafts: for offset and slope.
 PRIOR_DRAFTS = np.array([4.0, 16.0])
-# Variance of a draft's acceptance that the prior is stated for.
+# Variance of a draft's acceptance assumed by the prior.
 VARIANCE = 0.25
-# A verify step counts half after this many further verify steps of the drafter's sequences.
+# Half-life of the regression, in verify steps of the drafter's sequences.
 HALF_LIFE_STEPS = 512
 LARGEST_SLOPE = 4.0
-# The same for the tokens that drafts brought, which follow the load and the budget; and sequences' steps that the
-# assumption of verifying all drafts counts for.
+# Half-life of the tokens per draft, which depend on load and budget; weight of the prior that all drafts are verified,
+# in verify steps of sequences.
 BROUGHT_HALF_LIFE_STEPS, PRIOR_SEQUENCES = 128, 4.0
 
 
 class Calibration:
     """The probability that one drafter's draft is accepted, given that the drafts before it in its step are.
 
-    A logistic regression for each position of the step: sigmoid(offset + slope * logit(confidence)), learned online by
-    Newton steps over discounted counts. It begins with offset 0 and slope 1, which believe the confidence, and returns
-    there while no draft of the position is tested. As in vLLM's estimator for heads without confidences (PR 52228).
+    It is a logistic regression for each position of the step: sigmoid(offset + slope * logit(confidence)), fitted
+    online by Newton steps over discounted counts. It starts with offset 0 and slope 1, the confidence itself, and
+    decays to these while no draft of the position is tested, as in vLLM's estimator for heads without confidences (PR
+    52228).
     """
 
     def __init__(self, max_drafts: int, rates: Sequence[float] | None = None) -> None:
-        """`rates` are the conditional acceptance rates of the positions where they are known, as with synthetic
-        acceptance; then confidences say nothing."""
+        """`rates`: known conditional acceptance rates of the positions, for synthetic acceptance; they replace the
+        confidences."""
         self._rates = None if rates is None else np.asarray(rates, np.float64)[:max_drafts]
         self._weights = np.tile([0.0, 1.0], (max_drafts, 1))  # offset and slope of each position
         self._precision = np.zeros((max_drafts, 2, 2))  # of the tested drafts
-        self._offered = np.zeros(max_drafts)  # drafts of each position that came, and the tokens that they brought
+        self._offered = np.zeros(max_drafts)  # received drafts of each position, and their expected tokens
         self._brought = np.zeros(max_drafts)
 
     def acceptance(self, confidences: np.ndarray) -> np.ndarray:
-        """Return the conditional probabilities of drafts with these confidences, [S, n] both; NaN stands for none."""
+        """Return the conditional acceptance probabilities for confidences, both [S, n]; NaN: no confidence."""
         num_drafts = confidences.shape[1]
         if self._rates is not None:
             return np.broadcast_to(self._rates[:num_drafts], confidences.shape)
@@ -48,16 +49,16 @@ class Calibration:
         return 1.0 / (1.0 + np.exp(-(offset + slope * _logit(confidences))))
 
     def survival(self, confidences: np.ndarray) -> np.ndarray:
-        """Return the probabilities that each draft and all before it are accepted; as `acceptance`."""
+        """Return the probabilities that each draft and all before it are accepted, [S, n], as for `acceptance`."""
         return np.cumprod(self.acceptance(confidences), axis=1)
 
     def count(self, confidences: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Learn from verify steps.
+        """Update the regression from verify steps.
 
         Args:
-            confidences: [S, n] of the drafts, NaN for none.
-            num_drafts, num_accepted: [S] drafts that were verified of each sequence, and how many of them were
-                accepted.
+            confidences: Confidences of the drafts, [S, n]; NaN: no confidence.
+            num_drafts: Verified drafts of each sequence, [S].
+            num_accepted: Accepted drafts of each sequence, [S].
         """
         if self._rates is not None or len(confidences) == 0:
             return
@@ -81,7 +82,7 @@ class Calibration:
         np.clip(self._weights[:, 1], 0.0, LARGEST_SLOPE, out=self._weights[:, 1])
 
     def count_brought(self, brought: np.ndarray, is_offered: np.ndarray) -> None:
-        """Count the expected tokens of drafts, 0 where one was not verified, and which drafts came; [S, n] both."""
+        """Count received drafts [S, n] bool, and their expected tokens [S, n], 0 for drafts that were not verified."""
         n, keep = brought.shape[1], 0.5 ** (len(brought) / BROUGHT_HALF_LIFE_STEPS)
         self._offered *= keep
         self._brought *= keep
@@ -89,7 +90,7 @@ class Calibration:
         self._brought[:n] += brought.sum(0)
 
     def expected_tokens(self) -> list[float]:
-        """Return the expected tokens of a verify step for which 0, 1, .. drafts come, [max_drafts + 1]."""
+        """Return the expected tokens of a verify step that received 0, 1, .. drafts, [max_drafts + 1]."""
         assumed = self.survival(np.full((1, len(self._weights)), np.nan))[0]
         brought = (self._brought + PRIOR_SEQUENCES * assumed) / (self._offered + PRIOR_SEQUENCES)
         return [1.0, *(1.0 + brought.cumsum()).tolist()]

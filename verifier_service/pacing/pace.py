@@ -1,4 +1,4 @@
-"""The pace of one drafter: number of drafts, expected answer time, and longest wait."""
+"""The pace of one drafter: number of drafts, expected answer time, and maximum wait."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Message:
     sent: float  # monotonic time
     num_bytes: int
     rows: int
-    drafts: int  # drafts wanted of each sequence with drafts
-    sequences: int  # number of sequences with wanted drafts
+    drafts: int  # drafts requested for each sequence with drafts
+    sequences: int  # number of sequences with requested drafts
     wait_until: float  # monotonic time until which requests wait for its drafts
     has_backlog: bool = False  # whether it has backlog rows
 
 
 class Pace:
-    """How many drafts one drafter is asked for, and how long requests wait for them.
+    """The number of drafts requested from one drafter, and how long requests wait for them.
 
-    Used by the engine's thread alone, but for `describe`.
+    Only the engine's thread uses it, except for `describe`.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class Pace:
     ) -> None:
         """
         Args:
-            max_drafts: Most drafts of a sequence, by the operator's settings and the head's.
-            deadline_s: Longest wait for drafts in seconds; None for no limit.
-            is_adaptive: Whether fewer drafts, or none, are asked for if that is faster.
+            max_drafts: Maximum drafts per sequence of configuration and head.
+            deadline_s: Maximum wait for drafts in seconds; None for no limit.
+            profile: Measured seconds of passes.
+            is_adaptive: Whether fewer drafts, or none, are requested if that is faster.
             is_local: Whether features travel through shared memory.
-            rates: Conditional acceptance rates of the positions, where acceptance is synthetic.
+            rates: Conditional acceptance rates of the positions for synthetic acceptance.
         """
         self.calibration = Calibration(max_drafts, rates)
         self.policy = DraftCountPolicy(max_drafts, self.calibration, profile or Profile(), is_adaptive=is_adaptive)
@@ -64,7 +65,7 @@ class Pace:
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether fewer drafts, or none, are asked for if that is faster."""
+        """Return whether fewer drafts, or none, are requested if that is faster."""
         return self.policy.is_adaptive
 
     @property
@@ -74,7 +75,7 @@ class Pace:
 
     @property
     def num_drafts(self) -> int:
-        """Return the number of drafts to ask for, of each sequence."""
+        """Return the number of drafts to request for each sequence."""
         return self.policy.num_drafts
 
     @property
@@ -83,10 +84,10 @@ class Pace:
         return self._answer_s
 
     def patience_s(self, num_drafts: int, step_s: float) -> float:
-        """Return the longest wait in seconds for `num_drafts` drafts asked for now.
+        """Return the maximum wait in seconds for `num_drafts` drafts requested now.
 
-        With adaptive k the wait is at most what drafts can gain: k drafts save at most k steps. It is at least the
-        usual answer time. `step_s`: seconds of a step, NaN if unknown.
+        With adaptive k this is the larger of the usual answer time and the time that drafts can save: k drafts save at
+        most k steps. `step_s`: seconds of a step, NaN if unknown.
         """
         longest_s = max(num_drafts * step_s, self._answer_s + DEVIATIONS * self._deviation_s)
         is_known = self.is_adaptive and not math.isnan(step_s) and not math.isnan(self._answer_s)
@@ -112,7 +113,7 @@ class Pace:
         return Message(self._num_sent, now, num_bytes, rows, drafts, sequences, wait_until, has_backlog)
 
     def take_answer(self, message: Message, received: float, step_s: float) -> None:
-        """Learn from an answer; `step_s` as in `patience_s`."""
+        """Update the expected answer time; `step_s` as in `patience_s`."""
         seconds = received - message.sent
         if message.sequences > 0:
             if math.isnan(self._answer_s):
@@ -121,8 +122,8 @@ class Pace:
             self._answer_s += SMOOTH * (seconds - self._answer_s)
         self.backlog.note_answer(message.number)
         if message.has_backlog:
-            # NaN, and so never late, while either is unknown. A message without drafts delays none, and the last answer
-            # with drafts may be of a faster link.
+            # NaN, and so never late, while either is unknown. A message without drafts delays no drafts, and the last
+            # answer with drafts may come from a time with a faster link.
             in_time_s = self._answer_s + step_s if message.sequences > 0 else math.nan
             self.backlog.learn(message.num_bytes, seconds, in_time_s)
 

@@ -1,8 +1,8 @@
-"""How many drafts a drafter is asked for: the number with the highest measured throughput at the present load.
+"""The number of drafts requested from a drafter: the one with the highest measured throughput at the current load.
 
-The number depends on times, on how many requests run and on how many earlier drafts were accepted. It never depends on
-a draft's own value or on the distribution that the draft was sampled from, and it is fixed before the drafts exist. So
-the acceptance tests stay exact whatever this module decides.
+The number depends on times, on the number of running requests and on the acceptance of earlier drafts. It is fixed
+before the drafts exist, and is independent of their values and of the distribution that they are sampled from. So the
+acceptance tests are exact for any decision of this module.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from verifier_service.pacing.calibration import Calibration
 from verifier_service.pacing.step_costs import Profile
 from verifier_service.pacing.throughput import Arm
 
-# A bucket of load is kept until the number of requests leaves its bounds by this factor.
+# The load bucket changes when the number of requests leaves its bounds by this factor.
 STICKY = 1.25
-# Rounds after which an arm's throughput decides, and rounds of a probe.
+# Rounds needed before an arm's throughput is used, and rounds of a probe.
 ENOUGH_ROUNDS = 6
 # A number of drafts must be faster by this factor to replace another.
 BETTER_BY = 1.03
-# Drafts are given up when they have cost the time of this many steps without drafts; while sequences catch up, whose
-# cost later rounds make up for, of this many.
+# Drafts are disabled when they have lost the time of GIVE_UP_STEPS steps without drafts; including the time in which
+# sequences catch up, which later rounds can regain, GIVE_UP_DEBT_STEPS steps.
 GIVE_UP_STEPS, GIVE_UP_DEBT_STEPS = 8.0, 16.0
-# Largest share of the time that probes and given-up drafts may cost; least and most seconds of rest after drafts were
-# given up.
+# Maximum share of the time lost by probes and by drafts before they are disabled; minimum and maximum seconds of rest
+# after drafts were disabled.
 LOSS_SHARE = 0.02
 REST_S = (1.0, 30.0)
-# Least rest after a probe, in lengths of the probe.
+# Minimum rest after a probe, in durations of the probe.
 PROBE_REST = 20.0
 
 
@@ -37,13 +37,13 @@ class StepCount(NamedTuple):
 
     now: float  # monotonic time at which the host had its tokens
     seconds: float  # since the previous step's tokens
-    pass_s: float  # seconds of the step's own forward pass and draw
+    pass_s: float  # seconds of the step's own forward pass and sampling
     requests: int  # decoding requests, in this step or waiting for another
-    drafts: int  # most drafts that came for a sequence of this drafter; 0 if none came
-    drafted: int  # sequences of this drafter for which so many came
+    drafts: int  # maximum of drafts received for a sequence of this drafter; 0 if none were received
+    drafted: int  # sequences of this drafter that received this maximum
     other_tokens: float  # expected tokens of all other requests in the step
-    others_draft: bool  # whether another drafter is asked for drafts
-    catches_up: bool  # whether this drafter's sequences are asked for no drafts because they lack rows
+    others_draft: bool  # whether drafts are requested from another drafter
+    catches_up: bool  # whether no drafts are requested for this drafter's sequences because they lack rows
 
 
 @dataclass
@@ -61,33 +61,33 @@ class _Bucket:
     num_drafts: int
     next_drafts: int  # number of drafts after a rest
     rest_until: float = -math.inf
-    lost_s: float = 0.0  # seconds that rounds with drafts lost against no drafts, minus gains
+    lost_s: float = 0.0  # seconds lost by rounds with drafts compared to none, minus gains
     debt_s: float = 0.0  # the same for all steps since drafts resumed
     probe_at: float = -math.inf
     steps: int = 0  # counted at this load
-    probed: dict[int, float] = field(default_factory=dict)  # when each arm was probed last
+    probed: dict[int, float] = field(default_factory=dict)  # time of each arm's last probe
 
 
 class DraftCountPolicy:
     """Chooses the number of drafts of one drafter, by load bucket.
 
-    Each bucket starts at the most drafts. A neighbouring number is probed for a few rounds periodically, and kept if
-    faster. Drafts that cost more than they gain are given up for a rest, after which they are tried again. The rest is
-    long enough that the loss stays a small share of the time.
+    Each bucket starts at the maximum. A neighbouring number is probed for a few rounds periodically, and kept if it is
+    faster. Drafts that cost more than they gain are disabled for a rest, and then tried again. The rest is long enough
+    that the loss is a small share of the time.
     """
 
     def __init__(self, max_drafts: int, calibration: Calibration, profile: Profile, *, is_adaptive: bool) -> None:
-        """`max_drafts` are asked for at first, and always unless `is_adaptive`."""
+        """`max_drafts` are requested at first, and always unless `is_adaptive`."""
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
         self._calibration = calibration
         self._profile = profile
-        self._size = 0  # of the load bucket
+        self._size = 0  # bit length of the load bucket's number of requests
         self._bucket = self._new_bucket(max_drafts)
         self._buckets: dict[tuple[int, bool], _Bucket] = {}
         self._probe: _Probe | None = None
         self._round = Arm()  # since the last step that had drafts
-        self._had_drafts = True  # whether the step before had any
+        self._had_drafts = True  # whether the previous step had drafts
         self._last: StepCount | None = None
         self._pinned: int | None = None
 
@@ -97,7 +97,7 @@ class DraftCountPolicy:
 
     @property
     def num_drafts(self) -> int:
-        """Return the number of drafts to ask for, of each sequence."""
+        """Return the number of drafts to request for each sequence."""
         if self._pinned is not None:
             return self._pinned
         return self._bucket.num_drafts if self._probe is None else self._probe.num_drafts
@@ -108,7 +108,7 @@ class DraftCountPolicy:
         return (self._bucket.num_drafts if self._pinned is None else self._pinned) == 0
 
     def count(self, step: StepCount) -> None:
-        """Learn from a step, and choose the number of drafts for later steps."""
+        """Count a step, and choose the number of drafts for later steps."""
         if step.requests == 0:
             return
         self._last = step
@@ -139,7 +139,7 @@ class DraftCountPolicy:
         return 0.0 if pass_s is None else 1.0 / pass_s
 
     def speeds(self) -> list[float]:
-        """Return tokens per second of one request with 0, 1, .. drafts at this load; 0 for numbers never measured."""
+        """Return tokens per second of one request with 0, 1, .. drafts at this load; 0 for unmeasured numbers."""
         expected = self._calibration.expected_tokens()
         measured = [arm.speed(tokens) for arm, tokens in zip(self._bucket.arms, expected, strict=True)]
         return [self.speed_without(), *measured[1:]]
@@ -161,7 +161,7 @@ class DraftCountPolicy:
             self._probe, self._round, self._had_drafts = None, Arm(), True
 
     def _measure(self, step: StepCount) -> None:
-        """Add the step to the arm that it belongs to."""
+        """Add the step to its arm."""
         bucket, has_drafts = self._bucket, step.drafts > 0
         tokens = step.drafted * self._calibration.expected_tokens()[step.drafts] + step.other_tokens
         without = self.speed_without()
@@ -204,7 +204,7 @@ class DraftCountPolicy:
     def _run_probes(self, step: StepCount) -> None:
         bucket, probe, now = self._bucket, self._probe, step.now
         if probe is None:
-            # Sequences that never catch up complete no round; then the throughput without drafts is probed anyway.
+            # If sequences never catch up, no round is completed; then the throughput without drafts is probed.
             is_overdue = self.speed_without() == 0.0 and bucket.steps >= 4 * ENOUGH_ROUNDS
             has_rounds = bucket.arms[bucket.num_drafts].rounds >= ENOUGH_ROUNDS
             if now >= bucket.probe_at and (has_rounds or is_overdue):

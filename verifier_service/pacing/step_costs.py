@@ -1,4 +1,4 @@
-"""What a decoding pass takes by its rows: measured when the engine starts, corrected by the steps that run."""
+"""The time of a decoding pass by its rows: measured when the engine starts, corrected by the steps that run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A step counts half after so many further ones.
+# Half-life of the correction, in steps.
 HALF_LIFE_STEPS = 64
-# The slope of the correction is that of rows that differ by this share of their mean, at least: rows that hardly differ
-# say nothing of it.
+# Regularizes the slope of the correction: rows are assumed to vary by at least this share of their mean.
 LEAST_SPREAD = 0.25
 
 
 class Sizes(NamedTuple):
-    """Numbers of rows that a pass can have, ascending, and what each takes."""
+    """The possible numbers of rows of a pass, ascending, and their times."""
 
-    rows: np.ndarray  # [N] int64, padding included
-    seconds: np.ndarray  # [N], not falling
+    rows: np.ndarray  # [N] int64, including padding
+    seconds: np.ndarray  # [N], monotonically increasing
 
 
 class Profile:
@@ -36,12 +35,12 @@ class Profile:
         ]
 
     def sizes(self, sequences: int) -> Sizes | None:
-        """Return the sizes of passes of that many sequences; None if no such pass was measured."""
+        """Return the sizes of passes with this number of sequences; None if no such pass was measured."""
         place = bisect_left(self._counts, sequences)
         return None if place == len(self._counts) else self._sizes[place]
 
     def seconds(self, sequences: int, rows: int) -> float | None:
-        """Return the seconds of a pass with so many rows; None if no such pass was measured."""
+        """Return the seconds of a pass with this number of rows; None if no such pass was measured."""
         sizes = self.sizes(sequences)
         if sizes is None:
             return None
@@ -49,10 +48,10 @@ class Profile:
 
 
 class StepCosts:
-    """Seconds of a pass: those of the profile, and a correction that is linear in the rows.
+    """Seconds of a pass: the profile's, plus a correction that is linear in the rows.
 
-    The correction has what the profile lacks: attention over the contexts, and the draw. Without a profile, as on a
-    CPU, the steps that ran do not say what others would take: they mostly have as many rows.
+    The correction covers what the profile lacks: attention over the contexts, and sampling. Without a profile, as on a
+    CPU, the cost of other numbers of rows is unknown, because most steps have the same number.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -61,7 +60,7 @@ class StepCosts:
         self._keep = 0.5 ** (1 / HALF_LIFE_STEPS)
 
     def count(self, sequences: int, rows: int, seconds: float) -> None:
-        """Learn from a step without prompts."""
+        """Update the correction from a step without prompts."""
         beyond = seconds - (self._profile.seconds(sequences, rows) or 0.0)
         self._sums = self._keep * self._sums + np.array([1.0, rows, rows * rows, beyond, rows * beyond])
 
@@ -71,13 +70,13 @@ class StepCosts:
         return self._profile.sizes(1) is not None
 
     def seconds(self, sequences: int, rows: int) -> float:
-        """Return the expected seconds of a pass; 0 while nothing is known."""
+        """Return the expected seconds of a pass; 0 before the first step without a profile."""
         at, slope = self._correction()
         return max(0.0, (self._profile.seconds(sequences, rows) or 0.0) + at + slope * rows)
 
     def sizes(self, sequences: int, most_rows: int) -> Sizes:
-        """Return the measured sizes that a pass of so many sequences can have, up to the one that `most_rows` fit into;
-        none where there is no such size."""
+        """Return the measured sizes of a pass with this number of sequences, up to the first with at least `most_rows`
+        rows; empty if none was measured."""
         measured = self._profile.sizes(sequences) or Sizes(np.zeros(0, np.int64), np.zeros(0))
         end = min(int(np.searchsorted(measured.rows, most_rows)) + 1, len(measured.rows))
         rows, seconds = measured.rows[:end], measured.seconds[:end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Rounds that an arm's throughput is averaged over.
+# Rounds over which an arm's throughput is averaged.
 MEMORY_ROUNDS = 16
 
 
@@ -12,8 +12,7 @@ MEMORY_ROUNDS = 16
 class Arm:
     """Throughput of one number of drafts at one load: sums over its last rounds.
 
-    Verify steps and seconds are kept apart from acceptance, which is measured over all arms: the seconds of a few
-    rounds tell enough.
+    Acceptance needs more rounds than times, so it is measured over all arms and not stored here.
     """
 
     rounds: int = 0
@@ -30,6 +29,6 @@ class Arm:
         self.request_s = keep * self.request_s + request_s
 
     def speed(self, expected_tokens: float) -> float:
-        """Return tokens per second of one request, where a verify step with drafts emits `expected_tokens`."""
+        """Return tokens per second of one request if a verify step with drafts emits `expected_tokens`."""
         tokens = self.drafted * expected_tokens + self.other_tokens
         return tokens / self.request_s if self.request_s > 0.0 else 0.0
