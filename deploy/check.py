@@ -7,7 +7,7 @@ Drafters go 1 -> 3 -> 0 -> 1 while clients on the host generate greedily; contai
 verifiers share two drafters, one verifier is taken away while it works, and the drafters change to another head, one
 after the other. In plain text, clients of OpenAI's HTTP API then chat through the gateway while verifiers come and go,
 and Prometheus scrapes all of them; with TLS, authorities and certificates are replaced at last. Every request must
-succeed, and every output must be what it was before, without drafts. Exits with status 1 otherwise.
+succeed, and every output must equal the earlier output without drafts. Exits with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Load:
                 await work
 
     def stop(self) -> None:
-        """Start no further request; the running ones go on."""
+        """Start no further requests; running ones continue."""
         self._is_stopped = True
 
     async def wait_for(self, requests: int) -> None:
@@ -288,7 +288,7 @@ def _expect_refusal(client: Client, status: str, who: str) -> None:
 
 
 def _expected(stack: Stack) -> list[list[int]]:
-    """Greedy outputs without drafts."""
+    """Return greedy outputs without drafts."""
     with Client(stack.servers()[0], stack.security) as client:
         done = [
             client.complete(

@@ -34,7 +34,7 @@ CERTIFICATES = {
 
 
 class Secrets:
-    """What deploy/tls.yml asks for, readable by the containers' user, and a client's certificate."""
+    """The secrets of deploy/tls.yml, readable by the containers' user, and a client's certificate."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -166,7 +166,11 @@ def wait_until(look: Callable[[], object], wanted: object, what: str) -> float:
 
 
 def run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """Output of a command; what it says is in the error when it fails."""
+    """Return the output of a command.
+
+    Raises:
+        ClickException: If the command fails; the error has its output.
+    """
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise click.ClickException(f"{shlex.join(command)}:\n{done.stdout}{done.stderr}")
@@ -180,4 +184,4 @@ def compose_command() -> list[str]:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    raise click.ClickException("neither `docker compose` nor `docker-compose` is there")
+    raise click.ClickException("neither `docker compose` nor `docker-compose` is installed")

@@ -38,7 +38,7 @@ def choose_limits(
         memory: The device's memory, created before the head was loaded; None on a CPU.
 
     Raises:
-        InvalidArgumentError: Names the limit that is out of range.
+        InvalidArgumentError: If a limit is out of range.
         ServerError: If there is not enough memory for the largest step.
     """
     max_model_len = _choose_max_model_len(options, head.spec, target_dir)

@@ -37,7 +37,7 @@ def run(options: DrafterOptions) -> None:
     """Load the head and serve drafts until SIGTERM or SIGINT, then drain.
 
     Raises:
-        DraftwireError: Says what is wrong with an option, a checkpoint or the address.
+        DraftwireError: If an option, a checkpoint or the address is invalid.
     """
     security = ServerSecurity(options.tls_cert, options.tls_key, options.tls_client_ca, insecure=options.insecure)
     security.credentials(options.listen)

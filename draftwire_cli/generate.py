@@ -52,7 +52,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--frequency-penalty", type=float, help="Penalty per occurrence in the output.  [default: 0]"),
         click.option("--logit-bias", type=LogitBias(), multiple=True, help="Add to a token's logit; repeatable."),
         click.option("--seed", type=int, help="Seed of the sampling noise.  [default: random]"),
-        click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 16]"),
+        click.option("--max-tokens", type=int, help="Maximum number of tokens to generate.  [default: 16]"),
         click.option("--min-tokens", type=int, help="Least tokens to generate.  [default: 0]"),
         click.option("--stop", metavar="TEXT", multiple=True, help="Text that ends the output; repeatable."),
         click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="The same for a token."),
@@ -80,7 +80,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--num-speculative-tokens", type=int, help="Draft tokens per step; 0 for none.  [default: the server's]")
 @click.option("--truncate-prompt-tokens", type=int, metavar="N", help="Keep the prompt's last N tokens.")
 @click.option("--n", type=int, help="Number of outputs, with --json, one line each.  [default: 1]")
-@click.option("--priority", type=int, help="Lower goes first, if the server has priorities.  [default: 0]")
+@click.option("--priority", type=int, help="Lower is served first, if the server uses priorities.  [default: 0]")
 @click.option("--cache-salt", metavar="TEXT", help="Share cached blocks only with this salt.  [default: none]")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Give up after this time.  [default: never]")
 @client_security_options

@@ -38,7 +38,7 @@ from verifier_service.options import VerifierOptions
     default=1024,
     show_default=True,
     type=click.IntRange(0),
-    help="Most waiting requests.",
+    help="Maximum number of waiting requests.",
 )
 @click.option(
     "--scheduling-policy",
@@ -91,7 +91,7 @@ from verifier_service.options import VerifierOptions
     default="500",
     show_default=True,
     metavar="MS|off",
-    help="Most time that a step waits for drafts; off waits until the drafter answers or is lost.",
+    help="Maximum time that a step waits for drafts; off waits until the drafter answers or is lost.",
 )
 @click.option(
     "--adaptive-k/--no-adaptive-k",

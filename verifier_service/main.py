@@ -36,7 +36,7 @@ def run(options: VerifierOptions, engine_process: EngineProcess | None = None) -
     """Serve until SIGTERM or SIGINT, then drain. Without an engine process the engine runs in this process.
 
     Raises:
-        DraftwireError: Says what is wrong with an option, a checkpoint or the address.
+        DraftwireError: If an option, a checkpoint or the address is invalid.
     """
     settings = check_options(options)
     if engine_process is not None:

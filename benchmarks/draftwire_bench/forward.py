@@ -55,7 +55,7 @@ START = "start: "  # prefix of the line with a child process's start times
 @click.option("--context", default=512, show_default=True, help="Rows of each sequence before a batch's step.")
 @click.option("--max-num-seqs", default=64, show_default=True)
 @click.option("--max-prefill-rows", default=512, show_default=True)
-@click.option("--max-model-len", type=int, help="Most positions of a sequence.  [default: the target's]")
+@click.option("--max-model-len", type=int, help="Maximum number of positions of a sequence.  [default: the target's]")
 @click.option("--rows-per-sequence", default=5, show_default=True)
 @click.option("--profiled", default="1x5,32x5", show_default=True, help="Batches whose kernels are listed.")
 @click.option("--start-only", is_flag=True, hidden=True)

@@ -89,7 +89,7 @@ class GatewayProcess:
         return _get(self.metrics_url)
 
     def log_text(self) -> str:
-        """Return what smg has printed so far."""
+        """Return smg's output so far."""
         return self._log_path.read_text(errors="replace")
 
     def stop(self) -> None:

@@ -104,7 +104,7 @@ class Comparison:
 @click.option("--drafter-device", default="cpu", show_default=True)
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(GAPS)), help="Of all three.")
 @click.option("--requests", "count", default=16, show_default=True, type=click.IntRange(1))
-@click.option("--output-tokens", default=128, show_default=True, help="Most tokens of an output.")
+@click.option("--output-tokens", default=128, show_default=True, help="Maximum number of tokens of an output.")
 @click.option("--gap", "allowed", type=click.FloatRange(0), help="Largest gap in ulps.  [default: 0; bfloat16: 4]")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 def main(

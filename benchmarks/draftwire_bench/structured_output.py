@@ -81,7 +81,7 @@ def _prompts(length: int, seed: int, info: pb.GetVerifierInfoResponse) -> Iterat
 @click.option("--prompt-tokens", default=256, show_default=True, help="Tokens per prompt.")
 @click.option("--output-tokens", default=400, show_default=True, help="Tokens per output.")
 @click.option("--json-schema", type=click.Path(exists=True, path_type=Path), help="File.  [default: an endless array]")
-@click.option("--speculative-config", default=SYNTHETIC, show_default=True, help="Of the verifier.")
+@click.option("--speculative-config", default=SYNTHETIC, show_default=True, help="Option of the verifier.")
 def main(json_schema: Path | None, concurrency: int, rounds: int, speculative_config: str, **given: Any) -> None:
     """Print output tokens per second of the steady state with and without a schema, their ratio, and acceptance."""
     schema = SCHEMA if json_schema is None else json.loads(json_schema.read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ NAMES = [name for names in CALLS.values() for name in names]
 # Steps that are further apart belong to different stretches, such as levels of load; short stretches are ignored.
 GAP_S = 0.5
 LEAST_STEPS = 50
-# Most time between the arrival of a device's numbers and the use of its tokens.
+# Maximum time between the arrival of a device's numbers and the use of its tokens.
 LEAD_S = 0.3e-3
 
 

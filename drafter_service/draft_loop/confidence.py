@@ -17,7 +17,7 @@ def max_probability(logits: torch.Tensor) -> torch.Tensor:
         logits: [N, V_draft] of any floating-point type.
 
     Returns:
-        [N] float32 in [0, 1]; 0 for logits that are no distribution.
+        [N] float32 in [0, 1]; 0 for invalid logits.
     """
     if uses_triton(logits):
         from drafter_service.draft_loop import kernels

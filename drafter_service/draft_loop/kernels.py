@@ -189,7 +189,7 @@ def _max_probability_kernel(
         parts, masses = tl.load(tops + every, cache_modifier=".cg"), tl.load(sums + every, cache_modifier=".cg")
         most = tl.max(parts, 0)
         whole = tl.sum(tl.where(parts == -float("inf"), 0.0, masses * tl.exp(parts - most)), 0)
-        # Logits that are no distribution, such as NaN and inf, give no sum of at least 1.
+        # With invalid logits, such as NaN and inf, the sum is below 1 or NaN.
         tl.store(highest + row, tl.where(whole >= 1.0, 1.0 / whole, 0.0))
 
 

@@ -16,7 +16,7 @@ class LogitsBuffers:
         self._draft_vocab_size = draft_vocab_size
         self._device = device
         self._logits: dict[int, torch.Tensor] = {}  # width -> float32 [max_num_seqs, k, width]
-        self._token_ids: dict[int, torch.Tensor] = {}  # n -> int32 [max_num_seqs, k, n], of top_n alone
+        self._token_ids: dict[int, torch.Tensor] = {}  # n -> int32 [max_num_seqs, k, n], only for top_n
 
     def keep(self, terms: list[SessionTerms]) -> None:
         """Allocate the buffers that sessions with these terms need, and free the others."""

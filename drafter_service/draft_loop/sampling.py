@@ -27,7 +27,7 @@ class DraftSampler:
         """Draw the drafts at offset `offset` of the step from `logits` [N, V_draft].
 
         Returns:
-            [N] int64, ids of the draft vocabulary; -1 for logits that are no distribution.
+            [N] int64, ids of the draft vocabulary; -1 for invalid logits.
         """
         if not mode.gumbel:
             temperatures = self._zeros[: len(logits)]
@@ -47,7 +47,7 @@ class DraftSampler:
         )
 
     def _keep_largest(self, logits: torch.Tensor, mode: SamplingMode, offset: int) -> torch.Tensor:
-        """Return the logits with -inf in place of those that are not sent."""
+        """Return the logits with -inf instead of those that are not sent."""
         largest, columns = logits.topk(mode.top_n, dim=-1)
         self._buffers.logits(mode)[: len(logits), offset] = largest
         ids = columns if self._draft_token_ids is None else self._draft_token_ids[columns]

@@ -2,7 +2,7 @@
 
 The verifier's device writes the tokens that it draws into shared memory. The verifier's host needs time to read and
 commit them and to send a message; the head computes meanwhile. A Commit takes the early drafts. A DraftStep that
-replaces the announced step drops them, and its own drafts are computed anew.
+replaces the announced step drops them, and computes its own drafts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EarlyBatch:
 
 
 class EarlyDrafts:
-    """Computes one early batch at a time, of one session. Used by the engine's thread alone.
+    """Computes one early batch at a time, for one session. Only the engine's thread uses it.
 
     Attributes:
         num_taken, num_wasted: Early batches that a Commit took, and that were dropped.
@@ -198,9 +198,9 @@ class EarlyDrafts:
         self._prepared, self._has_tried = None, False
 
     def claim(self, parts: list[StepRows]) -> tuple[StepRows, EarlyBatch, np.ndarray] | None:
-        """Return the one of `parts` whose step was begun early, its batch and the sequences' places there, int64 [n].
+        """Return the part whose step was started early, its batch and the sequences' places there, int64 [n].
 
-        Return None if there is no such part. A step in several batches is computed as any other step.
+        Return None if there is no such part. A step in several batches is computed like any other step.
         """
         batch = self._begun
         if batch is None:

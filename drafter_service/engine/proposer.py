@@ -103,7 +103,7 @@ class Proposer:
 
         Args:
             slots, first_rows, num_drafts: As in `DraftRows`.
-            num_rows, max_rows: Most rows of all sequences, and of one sequence.
+            num_rows, max_rows: Maximum number of rows of all sequences, and of one sequence.
         """
         # If no sequence has room for a block, one unwanted draft is computed.
         count, most = len(slots), max(1, *num_drafts.tolist())

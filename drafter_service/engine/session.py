@@ -13,7 +13,7 @@ from drafter_service.engine.step_work import StepWork
 
 @dataclass(eq=False)
 class Session:
-    """Sequences and waiting steps of one stream; used by the engine's thread alone."""
+    """Sequences and waiting steps of one stream; only the engine's thread uses it."""
 
     terms: SessionTerms
     deliver: Callable[[Answer | Exception], None]  # called on the engine's thread

@@ -4,9 +4,9 @@
 - SpecForge and z-lab, `DFlashDraftModel` and `DSparkDraftModel`: keys in `dflash_config`.
 - `speculators`, dflash and dspark: `transformer_layer_config` beside the head's keys.
 
-What a layer sees: DeepSpec knows full attention alone. In `dflash_config` layouts vLLM's rules hold
-(vllm/model_executor/models/qwen3_dflash.py): `causal` holds for all layers; without it the sliding layers of a head
-that has full ones too are causal. In speculators (models/dflash/attention.py) the window of a whole block is that of
+Attention masks: DeepSpec has only full attention. `dflash_config` layouts follow vLLM
+(vllm/model_executor/models/qwen3_dflash.py): `causal` applies to all layers; without it the sliding layers of a head
+that also has full layers are causal. In speculators (models/dflash/attention.py) the window of a whole block is that of
 its anchor, and sliding layers are causal unless `sliding_window_non_causal`.
 """
 

@@ -21,8 +21,8 @@ class DFlashHead(Head):
     """A DFlash head (arXiv 2602.06036), or a DSpark head (arXiv 2607.05147) with the parts in `markov`.
 
     The keys and values of row i are projections of g_i only; no token and no attention enters them. A block has
-    `block_size` query slots from position n on: the anchor x_n, then mask tokens. The slots see rows 0 to n - 1 and, as
-    `Span` says, each other.
+    `block_size` query slots from position n on: the anchor x_n, then mask tokens. The slots attend to rows 0 to n - 1
+    and, as defined by `Span`, to each other.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class EagleConfig:
 
     Attributes:
         windows: Size of each layer's sliding window, None for full attention.
-        fc_bias: Whether the first projection has a bias; None if only the checkpoint says.
+        fc_bias: Whether the first projection has a bias; None if only the checkpoint defines this.
         norm_before_residual: EAGLE-3: the first layer's residual is the normed g.
         norm_before_fc, fc_norm: EAGLE-3: one norm over all features, or one for each feature layer.
         norm_output: EAGLE-3.1: the next g is the output of the final norm.
@@ -122,7 +122,7 @@ def read_eagle_config(
 def _warn_of_unknown_keys(head: Reader, layer: Reader, *, is_one: bool) -> None:
     """Log the keys that were not read; with `is_one` both readers have the same configuration.
 
-    Configurations of EAGLE heads are often copies of their target's, so unknown keys are no error.
+    Configurations of EAGLE heads are often copies of their target's, so unknown keys are ignored.
     """
     unknown = set(head.unknown())
     unknown = unknown & set(layer.unknown()) if is_one else unknown | set(layer.unknown())

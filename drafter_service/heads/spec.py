@@ -27,9 +27,9 @@ class HeadSpec:
             after the target's final norm.
         feature_width: Elements of one row of features of all feature layers.
         layer_shapes: (kv_heads, key head size, value head size) of each layer, for `draftwire.model.kv_cache.KVCache`.
-        max_drafts: Most drafts of a step; None if the head has no limit.
-        block_rows: Most rows of `DraftContext.block`. Every step reserves them after the accepted rows of each sequence
-            that wants drafts. 0 for a head that writes one row for each draft but the last.
+        max_drafts: Maximum number of drafts of a step; None if the head has no limit.
+        block_rows: Maximum number of rows of `DraftContext.block`. Every step reserves them after the accepted rows of
+            each sequence that wants drafts. 0 for a head that writes one row for each draft but the last.
     """
 
     method: Method
@@ -90,7 +90,7 @@ class DraftContext(ABC):
                 unless `wants_confidences`.
 
         Returns:
-            [N] int64, target ids; 0 for logits that are no distribution.
+            [N] int64, target ids; 0 for invalid logits.
         """
 
     @abstractmethod

@@ -26,7 +26,7 @@ def settle_terms(request: pb.DraftRequest, info: pb.GetDrafterInfoResponse) -> S
     """Return the terms of a session with the verifier that sent `request`.
 
     Raises:
-        InvalidArgumentError: If the message is no hello, or its speculative config breaks the contract.
+        InvalidArgumentError: If the message is not a hello, or its speculative config is invalid.
         MismatchError: If verifier and drafter do not match; names the field and both values.
     """
     if request.WhichOneof("message") != "hello":
@@ -64,7 +64,7 @@ def _check_features(given: pb.FeatureSpec, info: pb.GetDrafterInfoResponse) -> N
     _require_equal("features.layers", list(given.layers), list(wanted.layers))
     width = wanted.width
     if given.fused_for:
-        # Only the fingerprint tells the states of different heads apart.
+        # Only the fingerprint distinguishes the states of different heads.
         own = info.head_fingerprint if info.HasField("fusion") else ""
         _require_equal("features.fused_for", given.fused_for, own)
         width = info.fusion.width

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Most request ids in one log line.
+# Maximum number of request ids in one log line.
 MAX_NAMED = 32
 
 

@@ -187,7 +187,7 @@ class DraftingService(draft_pb2_grpc.DraftingServicer):
         finally:
             self._num_fusions -= 1
 
-    # Reads and writes through the context, in two tasks, and so is no iterator.
+    # Reads and writes through the context, in two tasks, and so is not an iterator.
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:

@@ -17,7 +17,7 @@ from draftwire.model.tensors import decode_id_array
 from draftwire.transport import Body, Incoming, TensorReceiver
 from draftwire.v1 import draft_pb2 as pb
 
-# Most announced steps that are neither committed nor dropped.
+# Maximum number of announced steps that are neither committed nor dropped.
 MAX_ANNOUNCED = 4
 
 
@@ -52,7 +52,7 @@ class StepDecoder:
         """Return the step of a DraftStep or of a Commit; its tensors are in the message's bytes or in shared memory.
 
         Raises:
-            InvalidArgumentError: Names the malformed field.
+            InvalidArgumentError: If a field is malformed.
         """
         kind = request.WhichOneof("message")
         if kind == "commit":
@@ -87,7 +87,7 @@ class StepDecoder:
         """Return an announced step with the `body` of its record; numbers written there later are not checked yet.
 
         Raises:
-            InvalidArgumentError: Names the malformed field.
+            InvalidArgumentError: If a field is malformed.
             QueueFullError: If MAX_ANNOUNCED steps are neither committed nor dropped.
         """
         if len(self._announced) == MAX_ANNOUNCED:

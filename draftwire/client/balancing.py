@@ -1,6 +1,6 @@
 """Load balancing: a call goes to the next server in turn that is connected and healthy.
 
-Each address has a channel of its own, so that certificates are checked against its own name and errors name it. Within
+Each address has its own channel, so that certificates are checked against its name and errors contain it. Within
 a channel gRPC's round_robin spreads calls over all hosts that a name resolves to, with gRPC's client-side health checks
 (gRFC A17). Between channels this module does the same, from the states that gRPC reports.
 """

@@ -108,7 +108,7 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
     """Build the request and its timeout; check all that a client can check.
 
     Raises:
-        InvalidArgumentError: Names the field, its value and what is allowed.
+        InvalidArgumentError: If a field is invalid.
     """
     given = {name: value for name, value in options.items() if value is not None}
     sampling = {name: value for name, value in given.items() if name in SamplingOptions.__annotations__}
@@ -141,7 +141,7 @@ def build_tokenize_request(prompt: str | Sequence[ChatMessage], options: Mapping
     """Return the request for a prompt's token ids; `options` are those of `ChatOptions`.
 
     Raises:
-        InvalidArgumentError: Names the field, its value and what is allowed.
+        InvalidArgumentError: If a field is invalid.
     """
     request, _ = build_request(prompt, options)
     kind = str(request.WhichOneof("prompt"))
@@ -180,7 +180,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat: Mapping[str, 
 
 
 def _json(value: Any, name: str) -> Any:
-    """Return a value with its JSON in place of each mapping."""
+    """Return a value with each mapping replaced by its JSON."""
     try:
         if isinstance(value, Mapping):
             return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -30,7 +30,7 @@ def find_tls_mismatch(address: str, security: ClientSecurity) -> str | None:
     """
     host, port = parse_address(address, "address")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent that needs trust
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no secret is sent
     context.set_alpn_protocols(["h2"])
     has_handshake = False
     try:
@@ -39,7 +39,7 @@ def find_tls_mismatch(address: str, security: ClientSecurity) -> str | None:
             context.wrap_socket(connection, server_hostname=host.strip("[]")) as tls,
         ):
             has_handshake = True
-            # A server that asks for a certificate closes behind the client's part of the handshake.
+            # A server that requires a certificate closes the connection after the client's part of the handshake.
             is_closed = security.uses_tls and not tls.recv(1)
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE"):

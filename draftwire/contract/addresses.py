@@ -35,7 +35,7 @@ def parse_address(address: str, field: str) -> tuple[str, int]:
     """Return (host, port) of `HOST:PORT`.
 
     Raises:
-        InvalidArgumentError: Names `field` if the address is not of that form.
+        InvalidArgumentError: If the address is not of that form.
     """
     scheme, is_url, rest = address.partition("://")
     if is_url:
@@ -55,7 +55,7 @@ def split_addresses(given: str | Sequence[str], field: str) -> tuple[str, ...]:
     """Return the addresses of `HOST:PORT,HOST:PORT` or of a list of `HOST:PORT`.
 
     Raises:
-        InvalidArgumentError: Names `field` if there is no address, or one is malformed or occurs twice.
+        InvalidArgumentError: If there is no address, or one is malformed or occurs twice.
     """
     entries = given.split(",") if isinstance(given, str) else list(given)
     if not entries or not all(isinstance(entry, str) for entry in entries):

@@ -59,7 +59,7 @@ class ClientSecurity:
         """Return the credentials for a channel to `address`, read from the files now; None for plain text.
 
         Raises:
-            InvalidArgumentError: Names the field `name` if the address is outside of loopback, without TLS and
+            InvalidArgumentError: If the address is outside of loopback, without TLS and
                 without `insecure`.
             ServerError: If a file cannot be read.
         """
@@ -118,7 +118,7 @@ def parse_tokens(path: str | Path, text: bytes) -> list[str]:
     lines = [line.strip() for line in text.splitlines()]
     tokens = [line for line in lines if line and not line.startswith(b"#")]
     if not all(_is_sendable(token) for token in tokens):
-        raise InvalidArgumentError("token_file", str(path), "must have printable ASCII alone, one token a line")
+        raise InvalidArgumentError("token_file", str(path), "must be printable ASCII, one token per line")
     return [token.decode() for token in tokens]
 
 
@@ -141,7 +141,7 @@ def read_file(path: str | Path) -> bytes:
     """Return the contents of a file of certificates, keys or tokens.
 
     Raises:
-        ServerError: Names the file if it cannot be read.
+        ServerError: If the file cannot be read.
     """
     try:
         return Path(path).read_bytes()
@@ -153,7 +153,7 @@ def refuse_plain_text(name: str, address: str, insecure: bool, instead: str) -> 
     """Check that plain text is allowed at an address.
 
     Raises:
-        InvalidArgumentError: Names the field `name` if the address is outside of loopback and `insecure` is false;
+        InvalidArgumentError: If the address is outside of loopback and `insecure` is false;
             recommends `instead`.
     """
     if not insecure and not is_loopback(address, name):

@@ -7,9 +7,9 @@ from typing import Any
 
 
 class DraftwireError(Exception):
-    """Base of the errors that users can act on; the message says what was given, what is allowed and what to do.
+    """Base of the errors that users can act on; the message has the given value, the allowed ones and what to do.
 
-    Pickling keeps all attributes, whatever the constructor takes, because errors travel between processes.
+    Pickling keeps all attributes, independently of the constructor, because errors are sent between processes.
     """
 
     def __reduce__(self) -> tuple[Callable[..., DraftwireError], tuple[Any, ...]]:
@@ -17,7 +17,7 @@ class DraftwireError(Exception):
 
 
 class Described(str):
-    """A description in place of a value in an error message; shown without quotes."""
+    """A description that replaces a value in an error message; shown without quotes."""
 
     __slots__ = ()
 

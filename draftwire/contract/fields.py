@@ -20,7 +20,7 @@ def check_limits(message: Message, prefix: str = "") -> None:
     """Check every set field, recursively, against its `limits` option in the contract.
 
     Raises:
-        InvalidArgumentError: Names the field (with `prefix`), its value and its allowed range.
+        InvalidArgumentError: If a value is out of its range; the error names the field with `prefix`.
     """
     for field, value in message.ListFields():
         path = prefix + field.name
@@ -116,7 +116,7 @@ def build_message(message: M, options: Mapping[str, Any], prefix: str) -> M:
     """Set fields of `message` by name; nested messages are mappings, enum values lower-case words.
 
     Raises:
-        InvalidArgumentError: Names the field (with `prefix`) for an unknown name or a wrong type.
+        InvalidArgumentError: If a name is unknown or a type is wrong; the error names the field with `prefix`.
     """
     fields = {field.name: field for field in _fields(message)}
     for name, value in options.items():

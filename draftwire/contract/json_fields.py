@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from draftwire.contract.errors import InvalidArgumentError
 
-# Most nested objects and lists; only some versions of Python's parser have a limit.
+# Maximum number of nested objects and lists; only some versions of Python's parser have a limit.
 MAX_JSON_DEPTH = 128
 
 
@@ -16,8 +16,8 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
     """Parse a JSON object; keys keep their order.
 
     Raises:
-        InvalidArgumentError: Names the field or option `name`, if the text is invalid JSON (as NaN is), is no object,
-            repeats a key, or nests more than MAX_JSON_DEPTH objects and lists.
+        InvalidArgumentError: If the text is invalid JSON (NaN is invalid), is not an object, repeats a key, or nests
+            more than MAX_JSON_DEPTH objects and lists. The error names the field or option `name`.
     """
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
         return mapping
 
     def refuse(constant: str) -> NoReturn:
-        raise InvalidArgumentError(name, text, f"is not valid JSON: {constant} is no number")
+        raise InvalidArgumentError(name, text, f"is not valid JSON: {constant} is not a number")
 
     too_deep = InvalidArgumentError(name, text, f"nests more than {MAX_JSON_DEPTH} objects and lists")
     try:

@@ -20,8 +20,7 @@ def check_request_id(value: str, field: str) -> str:
     """Return `value`, a request id.
 
     Raises:
-        InvalidArgumentError: Names `field` unless the id is 1 to 128 visible ASCII characters, because ids go into logs
-            and metadata.
+        InvalidArgumentError: If the id is not 1 to 128 visible ASCII characters, which logs and metadata need.
     """
     if not _VISIBLE.fullmatch(value):
         raise InvalidArgumentError(field, value, f"allowed: 1 to {MAX_LENGTH} visible ASCII characters")

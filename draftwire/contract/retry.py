@@ -33,6 +33,6 @@ def retry_after_s(metadata: Iterable[Any]) -> float | None:
             info = error_details_pb2.RetryInfo()
             if any(detail.Unpack(info) for detail in status.details):
                 return info.retry_delay.ToNanoseconds() / 1e9
-        except DecodeError:  # the peer is no verifier
+        except DecodeError:  # the peer is not a verifier
             continue
     return None

@@ -29,7 +29,7 @@ def check_traceparent(value: str, field: str) -> None:
     """Check a traceparent of a message.
 
     Raises:
-        InvalidArgumentError: Names `field` unless the value is empty or of W3C's form.
+        InvalidArgumentError: If the value is neither empty nor of W3C's form.
     """
     if value and not _FORM.fullmatch(value):
         raise InvalidArgumentError(field, value, "must be a W3C traceparent, as 00-<32 hex>-<16 hex>-01, or empty")

@@ -20,7 +20,7 @@ def to_structured_output(options: Any) -> pb.StructuredOutput:
     A JSON Schema or a structural tag is JSON text, or a value that `json.dumps` accepts.
 
     Raises:
-        InvalidArgumentError: Names the kind, its value and what is allowed.
+        InvalidArgumentError: If it is invalid.
     """
     if not isinstance(options, Mapping) or len(options) != 1 or next(iter(options)) not in KINDS:
         raise InvalidArgumentError(FIELD, options, f"must be a mapping with one key of: {', '.join(KINDS)}")
@@ -54,7 +54,7 @@ def check_structured_output(output: pb.StructuredOutput) -> None:
     """Check what the limits of single fields cannot: a kind is set, JSON is valid, and choices differ.
 
     Raises:
-        InvalidArgumentError: Names the kind, its value and what is allowed.
+        InvalidArgumentError: If it is invalid.
     """
     kind = output.WhichOneof("kind")
     if kind is None:

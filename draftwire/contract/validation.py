@@ -41,7 +41,7 @@ def resolve_sampling_params(
         defaults: The server's valid defaults, which replace those of the contract.
 
     Raises:
-        InvalidArgumentError: Names the field, its value and what is allowed.
+        InvalidArgumentError: If a field is invalid.
     """
     check_limits(params, "sampling_params.")
     resolved = with_defaults(params, defaults)
@@ -68,7 +68,7 @@ def _check_masks(params: pb.SamplingParams) -> None:
         raise InvalidArgumentError(
             "sampling_params.allowed_token_ids",
             list(params.allowed_token_ids),
-            "at least one token that is no bad word is required",
+            "at least one token that is not a bad word is required",
         )
 
 
@@ -81,7 +81,7 @@ def check_token_ids(
         describe: Shows a token id as the value of the field; by default the id itself.
 
     Raises:
-        InvalidArgumentError: Names the field, the largest id and what is allowed.
+        InvalidArgumentError: If an id is larger; the error has the largest.
     """
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
@@ -92,7 +92,7 @@ def resolve_speculative_config(config: pb.SpeculativeConfig) -> pb.SpeculativeCo
     """Validate speculation settings and fill in their defaults.
 
     Raises:
-        InvalidArgumentError: Names the field, its value and what is allowed.
+        InvalidArgumentError: If a field is invalid.
     """
     prefix = "speculative_config."
     check_limits(config, prefix)
@@ -228,7 +228,7 @@ def parse_json_object(name: str, argument: str) -> dict[str, Any]:
     """Parse a JSON object, or a file with one at the path `argument`.
 
     Raises:
-        InvalidArgumentError: Names `name` if there is no such file, or it is no JSON object or repeats a key.
+        InvalidArgumentError: If there is no such file, or its text is not a JSON object or repeats a key.
     """
     text = argument.strip()
     if not text.startswith("{"):

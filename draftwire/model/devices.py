@@ -21,7 +21,7 @@ def choose_device(name: str | None) -> torch.device:
     """Return the device of a name such as "cpu" or "cuda:1"; None takes CUDA if available, else the CPU.
 
     Raises:
-        InvalidArgumentError: If `name` is no name of a device.
+        InvalidArgumentError: If `name` is not the name of a device.
         ServerError: If this machine has no such device.
     """
     if name is None:

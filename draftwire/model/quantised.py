@@ -15,7 +15,7 @@ SERVED_WEIGHTS = "served are weights in float32, bfloat16 and float16"
 
 _KEYS = ("quantization_config", "compression_config")
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors names them
-# Tensors of GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes and HQQ beside or in place of `weight`.
+# Tensors of GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes and HQQ beside or instead of `weight`.
 _PACKED = re.compile(
     r"\.(qweight|qzeros|g_idx|weight_packed|weight_scale(_inv|_2)?|weight\.(absmax|quant_map|quant_state\..*)|SCB|W_q)$"
 )
@@ -25,7 +25,7 @@ def refuse_quantised_config(config: Mapping[str, Any], where: object) -> None:
     """Refuse a configuration of quantised weights; `where` is its name in errors.
 
     Raises:
-        CheckpointError: Names the method, and what is served.
+        CheckpointError: If the weights are quantised; the error names the method.
     """
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, Mapping) else {}):
@@ -41,7 +41,7 @@ def refuse_quantised_names(names: Iterable[str], where: object) -> None:
     """Refuse tensor names that only quantised weights have.
 
     Raises:
-        CheckpointError: Names a tensor, and what is served.
+        CheckpointError: If there is one; the error names a tensor.
     """
     packed = next((name for name in sorted(names) if _PACKED.search(name)), None)
     if packed is not None:
@@ -50,12 +50,12 @@ def refuse_quantised_names(names: Iterable[str], where: object) -> None:
 
 
 def refuse_quantised_files(paths: Iterable[Path]) -> None:
-    """Refuse safetensors files with packed tensors or weights that are no floats; read only the headers.
+    """Refuse safetensors files with packed tensors or weights that are not floats; read only the headers.
 
     Damaged files are skipped here; loading them fails.
 
     Raises:
-        CheckpointError: Names a tensor, and what is served.
+        CheckpointError: If there is one; the error names a tensor.
     """
     for path in paths:
         if path.suffix != ".safetensors":

@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
     """`TIME LEVEL LOGGER: MESSAGE NAME=VALUE ...`; line breaks in values are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows on lines of its own."""
+        """Return the line; a traceback follows on separate lines."""
         shown = [f"{name}={_text(value)}" for name, value in _fields(record).items()]
         message = " ".join([_escape(record.getMessage()), *shown])
         line = f"{self.formatTime(record)} {record.levelname} {record.name}: {message}"

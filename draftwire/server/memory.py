@@ -32,7 +32,7 @@ def check_cache_fits(num_tokens: int, layer_shapes: LayerShapes, dtype: torch.dt
     """Refuse a number of cache positions that exceeds the whole memory of the device.
 
     Raises:
-        InvalidArgumentError: Names `kv_cache_tokens`, the bytes needed and the bytes of the device.
+        InvalidArgumentError: If it does; the error has the bytes needed and the bytes of the device.
     """
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[1]

@@ -36,10 +36,10 @@ class ReadingLimits:
 
     Attributes:
         max_message_bytes: Size of the longest message; longer messages are refused unread with RESOURCE_EXHAUSTED.
-        max_readers, max_readers_of_peer: Most messages that are read at once, in all and of one peer; each takes up to
-            `max_message_bytes`.
-        max_unread, max_unread_of_peer: Most calls whose message has not arrived, in all and of one peer; each takes up
-            to `window_bytes`.
+        max_readers: Maximum number of messages that are read at once; each takes up to `max_message_bytes`.
+        max_readers_of_peer: The same for one peer.
+        max_unread: Maximum number of calls whose message has not arrived; each takes up to `window_bytes`.
+        max_unread_of_peer: The same for one peer.
         window_bytes: Bytes that a call may send before its message is read.
     """
 

@@ -25,7 +25,7 @@ from draftwire.server.security import ServerSecurity
 
 logger = logging.getLogger(__name__)
 
-# Most connections at once; each has a thread.
+# Maximum number of connections at once; each has a thread.
 MAX_CONNECTIONS = 16
 # Seconds that a connection may last, handshake included.
 TIMEOUT_S = 10.0
@@ -175,7 +175,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         logger.debug("a client of the metrics failed: %s: %s", client_address[0], sys.exc_info()[1])
 
     def _cut(self, count: int) -> None:
-        """End the `count` oldest connections, whatever their threads wait for."""
+        """End the `count` oldest connections, even if their threads are blocked."""
         with self._lock:
             for connection in list(self._begun)[:count]:
                 del self._begun[connection]

@@ -86,7 +86,7 @@ class ServerSecurity:
         text.
 
         Raises:
-            InvalidArgumentError: Names `field` if the address is outside of loopback, without TLS and without
+            InvalidArgumentError: If the address is outside of loopback, without TLS and without
                 `insecure`.
             ServerError: If a file cannot be read or has wrong contents.
         """
@@ -166,7 +166,7 @@ class _WatchedFiles:
 
 
 class _RenewedContext:
-    """A server's TLS context, created anew when its files have changed; thread-safe."""
+    """A server's TLS context, created again when its files have changed; thread-safe."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca

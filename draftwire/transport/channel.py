@@ -14,7 +14,7 @@ from draftwire.transport.segment import Segment, SegmentError
 
 logger = logging.getLogger(__name__)
 
-# Most wake-up bytes that are read at once, so that a peer that sends without end does not block its receiver.
+# Maximum number of wake-up bytes read at once, so that a peer that sends without end does not block its receiver.
 MAX_WAKES = 64
 
 

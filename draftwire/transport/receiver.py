@@ -101,7 +101,7 @@ class TensorReceiver:
             return self._last_generation - len(self._unread)
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Incoming:
-        """Return an empty tensor in place of an optional one."""
+        """Return an empty tensor for a missing optional one."""
         return Incoming(torch.empty(shape, dtype=dtype), self._device)
 
     def claim(self, message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Incoming:

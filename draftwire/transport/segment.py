@@ -21,7 +21,7 @@ from draftwire.v1 import draft_pb2 as pb
 ALIGNMENT = 64
 NONCE_BYTES = 32
 MAX_SEGMENT_BYTES = 1 << 30
-# Most unread spans: two for each unanswered step.
+# Maximum number of unread spans: two for each unanswered step.
 MAX_SPANS = 128
 
 # A segment holds this many of the largest steps, within these limits; other tensors go in the message.

@@ -17,7 +17,7 @@ from draftwire.v1 import draft_pb2 as pb
 class Outgoing:
     """A tensor to be sent. Write `tensor`, call `seal`, and call `finish` before the message is sent.
 
-    Call `give_up` in place of `finish` if the tensor is not sent.
+    Call `give_up` instead of `finish` if the tensor is not sent.
 
     Attributes:
         tensor: Memory for the elements: in the segment, or private, pinned if the sender computes on a GPU.
@@ -125,7 +125,7 @@ class TensorSender:
         """Record that the receiver has read all spans up to `generation`.
 
         Raises:
-            InvalidArgumentError: Names the field `name` if the generation is impossible.
+            InvalidArgumentError: If the generation is impossible.
         """
         if self._segment is None and generation:
             raise InvalidArgumentError(name, generation, "no tensor was sent in shared memory")

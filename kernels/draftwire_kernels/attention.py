@@ -10,7 +10,7 @@ from draftwire_kernels.reference import attention as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK_ROWS = 32
-"""Most rows of a sequence in a batch with bidirectional attention or anchored windows."""
+"""Maximum number of rows of a sequence in a batch with bidirectional attention or anchored windows."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Ragged batches: where the rows of sequences of different lengths are in a paged cache, and what they attend to.
+"""Ragged batches: cache slots and attention ranges of the rows of sequences with different lengths.
 
 A cache is a pool of blocks of `BLOCK_SIZE` slots; a slot has the keys and values of one row. Block 0 belongs to no
 sequence and receives padding, which is never read. A sequence is rolled back by a shorter length; later rows are
@@ -45,7 +45,7 @@ class _Views(NamedTuple):
 
 
 class RaggedBatch:
-    """Where the rows of a step's sequences are in the cache, and what they attend to.
+    """Cache slots and attention ranges of the rows of a step's sequences.
 
     Attributes
     ----------

@@ -158,7 +158,7 @@ def test_a_killed_engine_ends_its_requests_and_the_verifier(ending):
         output = client.generate(PROMPT, **LONG)
         next(output)
         os.kill(engine, signal.SIGKILL)
-        with pytest.raises(RequestError, match="the engine's process has ended by itself") as ended:
+        with pytest.raises(RequestError, match="the engine's process has ended unexpectedly") as ended:
             list(output)
         assert ended.value.status == "INTERNAL"
     assert process.wait(30) == 1

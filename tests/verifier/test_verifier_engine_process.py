@@ -137,7 +137,8 @@ def test_loss_of_the_process_ends_present_and_later_requests():
                 with pytest.raises(grpc.RpcError) as ended:
                     await outputs_of(call)
                 assert ended.value.code() == grpc.StatusCode.INTERNAL
-                assert ended.value.details() == "the engine's process has ended by itself; the server's log says why"
+                details = "the engine's process has ended unexpectedly; the server's log has the cause"
+                assert ended.value.details() == details
             with pytest.raises(grpc.RpcError) as unanswered:
                 await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
             assert unanswered.value.code() == grpc.StatusCode.UNAVAILABLE

@@ -12,7 +12,8 @@ from draftwire.contract.errors import StalledClientError
 from draftwire.model.kv_cache import BLOCK_SIZE
 from verifier_service.core.cache_events import BlockRemoved, BlocksStored, CacheEvent, DeliverCacheEvents
 
-# Most batches that wait for a subscriber. Then the stream ends; the subscriber can subscribe again for a snapshot.
+# Maximum number of batches that wait for a subscriber. Then the stream ends, and the subscriber can subscribe again
+# for a snapshot.
 MAX_WAITING = 4096
 # Blocks in one message of a snapshot.
 SNAPSHOT_BLOCKS = 1024

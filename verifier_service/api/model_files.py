@@ -1,4 +1,4 @@
-"""What gateways need of a target's directory: an archive of the tokenizer, and fields of the configuration."""
+"""Parts of a target's directory for gateways: an archive of the tokenizer, and fields of the configuration."""
 
 from __future__ import annotations
 

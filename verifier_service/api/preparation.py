@@ -33,7 +33,7 @@ DEFAULT_RULES = RequestRules()
 
 
 class RequestPreparer:
-    """Checks requests against the engine's facts and tokenises their prompts. Stores nothing of a request.
+    """Checks requests against the engine's limits and tokenises their prompts. Stores no request.
 
     Attributes:
         prompts: Reads the prompts of requests.
@@ -53,7 +53,7 @@ class RequestPreparer:
         """Return the validated request; thread-safe.
 
         Raises:
-            InvalidArgumentError: Names the field, its value and what is allowed.
+            InvalidArgumentError: If a field is invalid.
         """
         check_limits(request)
         params = self._sampling_params(request.sampling_params)

@@ -12,13 +12,13 @@ from verifier_service.core.conversation import texts_of
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.host.access import EngineFacts
 
-# Most bytes of a token id in a message, and of all fields besides the prompt.
+# Maximum bytes of a token id in a message, and of all fields besides the prompt.
 MAX_ID_BYTES = 5
 OTHER_FIELDS_BYTES = 1024 * 1024
 
 
 class PromptReader:
-    """Tokenises prompts that fit into the context. Stores nothing of a request."""
+    """Tokenises prompts that fit into the context. Stores no request."""
 
     def __init__(self, facts: EngineFacts, codec: TextCodec | None) -> None:
         self._vocab_size = facts.vocab_size
@@ -38,8 +38,8 @@ class PromptReader:
         """Return the prompt's token ids, cut to the last `truncate_prompt_tokens`; thread-safe.
 
         Raises:
-            InvalidArgumentError: Names the field, if the prompt is missing, empty, too long for the context or refused
-                by the tokenizer or the chat template, or has a token beyond the vocabulary.
+            InvalidArgumentError: If the prompt is missing, empty, too long for the context or rejected by the tokenizer
+                or the chat template, or has a token id outside of the vocabulary.
         """
         is_cut = request.HasField("truncate_prompt_tokens")
         if request.WhichOneof("prompt") == "token_ids":

@@ -14,7 +14,7 @@ from draftwire.v1 import generate_pb2 as pb
 # Writes one message to a client; its result is not used.
 Write = Callable[[pb.GenerateResponse], Awaitable[object]]
 
-# Most waiting messages. Beyond them, consecutive messages are merged, so that the queue is no larger than the output.
+# Maximum number of waiting messages. Further messages are merged, so that the queue is no larger than the output.
 MAX_MESSAGES = 256
 # Seconds after which the stream of a client that takes no message ends. Flow control passes about 100 KiB of output.
 STALL_S = 60.0
@@ -123,7 +123,7 @@ class ResponseStream:
             return
         now = time.monotonic()
         if self._writes_since + STALL_S <= now:
-            self._stall = f"the client has read nothing for {STALL_S:g} s"
+            self._stall = f"the client has not read for {STALL_S:g} s"
         elif self._must_be_read_by <= now:
             self._stall = f"the client has not read all of the output {READ_S:g} s after its end"
         else:

@@ -19,7 +19,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationServicer):
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
 
-    # Writes through the context, where slow clients can be detected, and therefore is no iterator.
+    # Writes through the context, where slow clients can be detected, and therefore is not an iterator.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:

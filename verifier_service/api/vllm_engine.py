@@ -25,7 +25,7 @@ from verifier_service.api.vllm_messages import ResponseWriter, read_request
 
 SERVICE_NAME: str = vp.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 Context = grpc.aio.ServicerContext
-# Most seconds that FlushCache waits for requests, and seconds between two tries.
+# Maximum seconds that FlushCache waits for requests, and seconds between two tries.
 MAX_FLUSH_S = 600.0
 FLUSH_AGAIN_S = 0.05
 

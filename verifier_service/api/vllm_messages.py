@@ -36,7 +36,7 @@ def read_request(request: vp.GenerateRequest, max_model_len: int) -> pb.Generate
         max_model_len: Positions of the context; `truncate_prompt_tokens` -1 keeps one fewer.
 
     Raises:
-        InvalidArgumentError: Names a field that is not supported or wrong.
+        InvalidArgumentError: If a field is not supported or invalid.
     """
     for name, allowed in _NOT_SERVED.items():
         field = getattr(request, name)

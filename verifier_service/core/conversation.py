@@ -27,8 +27,8 @@ def template_inputs(chat: pb.Chat) -> dict[str, Any]:
     """Return the arguments of transformers' `apply_chat_template` for a conversation.
 
     Raises:
-        InvalidArgumentError: Names the field, if there is no message, a message has no role, JSON is no object, a
-            template argument has a reserved name, or the last message cannot be continued.
+        InvalidArgumentError: If there is no message, a message has no role, JSON is not an object, a template argument
+            has a reserved name, or the last message cannot be continued.
     """
     if not chat.messages:
         raise InvalidArgumentError("chat.messages", [], "at least one message is required")

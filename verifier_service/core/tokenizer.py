@@ -29,7 +29,7 @@ class TextCodec:
     """The tokenizer of a model directory.
 
     Attributes:
-        longest_token_bytes: Most bytes of text of one token.
+        longest_token_bytes: Maximum bytes of text of one token.
         largest_token_id: Largest id, added tokens included.
         silent_ids: Ids of special tokens, which decoding leaves out.
         special_tokens: Ids of special tokens, by their text.
@@ -101,7 +101,7 @@ class TextCodec:
         return self._decode(token_ids, skip_special_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, special or not, as it is after other text; errors as of `decode`.
+        """Return the text of one token, special or not, in the middle of a text; errors as for `decode`.
 
         Tokenizers drop a space at the beginning of a text.
         """
@@ -159,7 +159,8 @@ class TextCodec:
 def _is_failure(error: BaseException) -> bool:
     """Return whether the tokenizers library raised this error.
 
-    The library raises Exception, and for a panic in Rust PanicException, which is no Exception and cannot be imported.
+    The library raises Exception, and for a panic in Rust PanicException, which is not an Exception and cannot be
+    imported.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

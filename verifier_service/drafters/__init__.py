@@ -1,1 +1,1 @@
-"""The verifier's side of the drafters: connections, sessions, what is sent and answered."""
+"""The verifier's side of drafting: connections to drafters, sessions, messages and answers."""

@@ -86,7 +86,7 @@ class StepSender:
         self._send_step(session, store, [], 0)
 
     def _must_catch_up(self, session: DraftSession, now: float) -> bool:
-        """Return whether so many sequences have a backlog that only backlogs are sent."""
+        """Return whether only backlogs are sent, because too many sequences have one."""
         decoding = [binding for binding in session.bindings if binding.request.is_decoding]
         num_lacking = sum(not self._is_close(binding) for binding in decoding)
         lack_most = 2 * num_lacking > len(decoding)

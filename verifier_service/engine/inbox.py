@@ -71,7 +71,7 @@ class Inbox:
 
     Attributes:
         has_received: Whether the last `receive` found an event.
-        stop_reason: Why the engine was told to stop; empty before.
+        stop_reason: Reason of the stop; empty before.
     """
 
     def __init__(

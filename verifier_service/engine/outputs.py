@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Item = generate_pb2.GenerateResponse | DraftwireError
 Deliver = Callable[[list[tuple[Request, Item]]], None]
 
-# Most steps in a row whose output is held back while the device waits for the host.
+# Maximum number of steps in a row whose output is held back while the device waits for the host.
 MOST_STEPS_HELD = 3
 
 

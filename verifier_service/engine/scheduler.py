@@ -18,7 +18,7 @@ from verifier_service.core.request import Request
 from verifier_service.core.retry_hint import RetryAfterEstimator
 from verifier_service.engine.prefix_cache import PrefixCache
 
-# Most rows of one prompt with log probabilities in a step, so that they fit into one message.
+# Maximum number of rows of one prompt with log probabilities in a step, so that they fit into one message.
 MOST_PROMPT_LOGIT_ROWS = 256
 
 

@@ -19,11 +19,11 @@ from verifier_service.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-# A grammar that takes longer than the first limit goes to the slow lane, and is refused after the second.
+# A grammar that takes longer than the first limit moves to the slow lane, and is refused after the second.
 QUICK_LIMIT_S = 0.5
 COMPILE_LIMIT_S = 10.0
 QUICK_THREADS = 2
-# Most cached grammars, each with at most the lexer states of `trial.limits`.
+# Maximum number of cached grammars, each with at most the lexer states of `trial.limits`.
 MOST_CACHED = 32
 
 

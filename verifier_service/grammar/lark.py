@@ -17,7 +17,7 @@ def regex_to_lark(field: str, pattern: str) -> str:
     """Return the grammar of texts that match a pattern as a whole.
 
     Raises:
-        InvalidArgumentError: Names `field` if the pattern is invalid or has an unescaped line break.
+        InvalidArgumentError: If the pattern is invalid or has an unescaped line break.
     """
     if "\n" in pattern:
         raise InvalidArgumentError(field, pattern, r"must have line breaks written as \n")
@@ -33,11 +33,11 @@ def ebnf_to_lark(field: str, grammar: str) -> str:
     EBNF is that of GBNF (llama.cpp) and xgrammar: rules `name ::= ...`, beginning with `root`.
 
     Raises:
-        InvalidArgumentError: Names `field` if EBNF cannot be converted.
+        InvalidArgumentError: If EBNF cannot be converted.
     """
     if EBNF_ARROW not in grammar:
         return grammar
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # the converter raises various errors, assertions included
-        raise InvalidArgumentError(field, grammar, f"is no valid EBNF grammar: {error}") from error
+        raise InvalidArgumentError(field, grammar, f"is not a valid EBNF grammar: {error}") from error

@@ -32,7 +32,7 @@ def structural_tag_grammar(
         special_tokens: Ids of special tokens by text. The token replaces its text in literals.
 
     Raises:
-        InvalidArgumentError: Names the wrong part.
+        InvalidArgumentError: If a part is invalid.
     """
     writer = _Writer(special_tokens)
     if "structures" in tag:
@@ -117,7 +117,7 @@ class _Writer:
         return f"@{self.parts[-1]['name']}"
 
     def _literal(self, text: str) -> str:
-        """Return the expression of a text, with tokens in place of the texts of special tokens."""
+        """Return the expression of a text, in which the texts of special tokens are replaced by tokens."""
         words: list[str] = []
         last = 0
         for match in self._split.finditer(text) if self._split is not None else ():

@@ -37,7 +37,7 @@ def translate(output: config_pb2.StructuredOutput, special_tokens: Mapping[str, 
         special_tokens: Ids of the tokenizer's special tokens by text. Structural tags may contain them.
 
     Raises:
-        InvalidArgumentError: Names the kind of output, its value and what is allowed.
+        InvalidArgumentError: If it is invalid.
     """
     check_structured_output(output)
     kind = str(output.WhichOneof("kind"))

@@ -118,7 +118,7 @@ class EngineProxy:
         if self._is_stopping:
             self._loss = UnavailableError("the server is shutting down")
         else:
-            self._loss = ServerError("the engine's process has ended by itself; the server's log says why")
+            self._loss = ServerError("the engine's process has ended unexpectedly; the server's log has the cause")
         self._end_open()
         answers: list[asyncio.Future[Any]] = [*self._infos, *self._flushes]
         for answer in answers:

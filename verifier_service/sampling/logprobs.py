@@ -13,9 +13,9 @@ from draftwire.model.devices import record_event, upload
 from draftwire.v1 import config_pb2
 from verifier_service.core.batch import SampledLogprobs, ScheduledRows
 
-# Most tokens of a row with log probabilities.
+# Maximum number of tokens of a row with log probabilities.
 MOST_LIKELIEST = int(limits_of(config_pb2.SamplingParams(), "logprobs").max)
-# Most rows of a prompt whose float32 log probabilities are on the device at once.
+# Maximum number of rows of a prompt whose float32 log probabilities are on the device at once.
 ROWS_AT_ONCE = 64
 
 

@@ -1,4 +1,4 @@
-"""Tokens that requests must not draw: tokens other than allowed ones, and tokens that would complete a bad word."""
+"""Tokens that requests must not sample: tokens other than the allowed ones, and tokens that complete a bad word."""
 
 from __future__ import annotations
 

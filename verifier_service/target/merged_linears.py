@@ -135,7 +135,7 @@ class _Part(nn.Module):
 
     def __init__(self, merged: MergedProjection) -> None:
         super().__init__()
-        self._merged = (merged,)  # in a tuple, so that the module is no submodule and its weight has one name
+        self._merged = (merged,)  # in a tuple, so that the module is not a submodule and its weight has one name
 
     def forward(self, _states: Tensor) -> Tensor:
         return self._merged[0].next_projection()

@@ -33,7 +33,7 @@ class TargetRunner:
     Attributes:
         cache: Keys and values; for a split target, those of this rank's heads.
         buckets: The sizes of steps with graphs.
-        max_blocks: Most cache blocks of a sequence.
+        max_blocks: Maximum number of cache blocks of a sequence.
         graphs: The captured graphs by size.
         seconds: Time of each bucket's graph with padding only; empty before the capture.
     """
@@ -49,10 +49,10 @@ class TargetRunner:
     ) -> None:
         """
         Args:
-            max_num_seqs, rows_per_sequence: Most sequences of a step, and most rows of a decoding sequence: its last
-                token and drafts.
-            max_prefill_rows: Most rows of prompts in a step.
-            max_blocks_per_sequence: Most cache blocks of a sequence.
+            max_num_seqs: Maximum number of sequences of a step.
+            rows_per_sequence: Maximum number of rows of a decoding sequence: its last token and drafts.
+            max_prefill_rows: Maximum number of rows of prompts in a step.
+            max_blocks_per_sequence: Maximum number of cache blocks of a sequence.
         """
         self._target = target
         self.cache = cache

@@ -235,7 +235,7 @@ def load_target(
     Args:
         directory: With config.json and, unless `dummy`, weights.
         name: The operator's name of the target, for messages and information.
-        max_model_len: Most positions of a sequence; None for the model's limit.
+        max_model_len: Maximum number of positions of a sequence; None for the model's limit.
         dummy: Use random weights for the shapes of config.json, to measure speed. The whole model is created before it
             is split.
         rank: This process among the ranks of the target; their process group exists.

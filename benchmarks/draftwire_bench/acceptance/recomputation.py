@@ -23,7 +23,7 @@ from draftwire_bench.acceptance.head_walk import HeadWalk
 from draftwire_kernels import derive_stream_keys
 
 MAX_BATCH = 1024
-# Most logits of the target in memory.
+# Maximum number of logits of the target in memory.
 MAX_LOGITS = 1 << 28
 
 
@@ -102,7 +102,7 @@ class Models:
         """Yield the whole steps of all continuations in batches.
 
         Args:
-            continuations: What was served.
+            continuations: The served outputs.
             config: The speculative config that was served; drafts are sampled accordingly, with the same noise. For
                 block verification the target also computes rejected drafts, with one sequence per step.
             temperature: The requests' temperature.

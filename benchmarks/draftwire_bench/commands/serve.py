@@ -27,7 +27,7 @@ from draftwire_bench.services import running_pair
 @client_security_options
 @pair_options
 @click.option(
-    "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Of the started verifier."
+    "--speculative-config", default="{}", show_default=True, metavar="JSON|FILE", help="Option of the started verifier."
 )
 @click.option(
     "--concurrency",

@@ -30,7 +30,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 @click.option("--sizes", default=SIZES, show_default=True, metavar="SIZE,SIZE,...", help="Bytes, KiB or MiB.")
 @click.option("--sender-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Sender's.")
 @click.option("--receiver-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Receiver's.")
-@click.option("--repeats", default=200, show_default=True, type=click.IntRange(1), help="Most repeats per row.")
+@click.option("--repeats", default=200, show_default=True, type=click.IntRange(1), help="Maximum repeats per row.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
 def transport(sizes: str, sender_device: str, receiver_device: str, repeats: int, json_path: Path | None) -> None:
     """Measure the latency of tensors between two processes of this host, for every carrier.

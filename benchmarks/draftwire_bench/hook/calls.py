@@ -60,7 +60,7 @@ WAY = (
     Mark("Stream.read_direct", "end"),
     Mark("Prelaunch.release", "end"),
 )
-"""The way of steps that are not announced: everything waits for the message."""
+"""The calls of steps that are not announced: everything waits for the message."""
 
 _BEGUN_EARLY = (
     Mark("EarlyDrafts.begin", "begin"),  # the drafter has seen that the tokens are sampled
@@ -71,7 +71,7 @@ WAYS_EARLY = (
     (*_BEGUN_EARLY, *WAY[10:]),
     (*WAY[:7], Mark("Proposer.finish", "begin")),
 )
-"""The ways of announced steps: that of the drafts, and that of the message."""
+"""The calls of announced steps: those of the drafts, and those of the message."""
 
 WAYS_BOTH_EARLY = (
     (*_BEGUN_EARLY, Mark("Executor.take_early_drafts", "begin"), WAY[-1]),
@@ -88,7 +88,7 @@ WAY_WITHOUT_DRAFTS = (
     Mark("Executor.execute", "end"),
     Mark("TokenSampler.finish", "end"),
 )
-"""The way of a step without drafts: the launch of the next step, and the arrival of its own tokens."""
+"""The calls of a step without drafts: the launch of the next step, and the arrival of its tokens."""
 
 DRAFTED = Mark("DraftEngine._draft", "end")
 """Occurs around each step with drafts."""

@@ -100,7 +100,7 @@ def measure(
 
     Args:
         address: HOST:PORT.
-        options: What to measure.
+        options: The levels and requests to measure.
         prompts: Returns endless prompts for a verifier.
         announce: Called with a description of each level before it runs.
         security: Security settings of the clients' connections.

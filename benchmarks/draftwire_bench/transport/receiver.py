@@ -49,7 +49,7 @@ class _Receiver(draft_pb2_grpc.DraftingServicer):
         self._connection = connection
         self._device = device
 
-    # Reads and writes through the context, and therefore is no iterator.
+    # Reads and writes through the context, and therefore is not an iterator.
     async def Draft(  # type: ignore[override]  # noqa: N802
         self, request_iterator: Any, context: Context  # noqa: ARG002
     ) -> None:

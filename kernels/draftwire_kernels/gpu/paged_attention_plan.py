@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 SHORT_ROWS = 32
-"""Most rows of a short sequence (decoding, verification, the end of a prompt)."""
+"""Maximum number of rows of a short sequence (decoding, verification, the end of a prompt)."""
 
 SHARED_BYTES = 128 << 20
-"""Most bytes for shares; limits their number."""
+"""Maximum bytes for shares; limits their number."""
 
 
 def power_of_2(count: int) -> int:
@@ -49,7 +49,7 @@ class Tuning:
     """Programs per multiprocessor up to which contexts are divided into shares."""
     most_shares: int = 32
     share_rows: int | None = None
-    """Most rows of a share, so that one long sequence does not delay many short ones; None for no limit."""
+    """Maximum number of rows of a share, so that a long sequence does not delay many short ones; None for no limit."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Tuning:
     wave: int = 1
     """Rows of a request in a wave; block verification reads all rows."""
     registers: int = 80
-    """Most registers per thread: 24 warps fit on a multiprocessor with 80, 16 with 128."""
+    """Maximum number of registers per thread: 24 warps fit on a multiprocessor with 80, 16 with 128."""
     group: int = 512
     """Tokens per group in a race of all tokens; fixed if groups race first."""
 
