@@ -180,7 +180,7 @@ async def _scale_verifiers(stack: Stack, load: Load, requests: int) -> None:
     async with load.running(stack.servers()):
         with load.stage("2 verifiers, 2 drafters"):
             await load.wait_for(requests)
-        with load.stage("1 verifier, the other ends what it has"):
+        with load.stage("1 verifier, the other drains"):
             load.stop()
             await asyncio.to_thread(stack.scale, 2, 1)
 
@@ -221,7 +221,7 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
         with load.stage("new certificates"):
             given.issue(new)
             await load.wait_for(requests)
-        with load.stage("the old authorities gone, both drafters replaced") as remarks:
+        with load.stage("old authorities removed, both drafters replaced") as remarks:
             given.trust(new)
             for drafters in (0, 2):
                 await asyncio.to_thread(stack.scale, drafters)
@@ -229,11 +229,11 @@ async def _renew(stack: Stack, load: Load, requests: int, given: Secrets, new: S
             remarks.append(f"2 ready after {settled_s:.1f} s")
             await load.wait_for(requests)
     async with load.running(stack.servers()):
-        with load.stage("clients that connect now"):
+        with load.stage("new connections"):
             await load.wait_for(requests)
     new.issue(given)
     with Client(stack.servers()[0], new.client) as client:
-        _expect_refusal(client, "UNAVAILABLE", "a client with a certificate of before")
+        _expect_refusal(client, "UNAVAILABLE", "a client with an old certificate")
 
 
 @contextmanager
