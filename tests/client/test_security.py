@@ -277,7 +277,7 @@ def test_an_unsendable_token_is_refused_without_its_text(token, monkeypatch):
 def test_an_unsendable_token_file_is_refused_without_its_text(tmp_path, text):
     own = tmp_path / "own"
     own.write_text(text)
-    with pytest.raises(InvalidArgumentError, match=r"^token_file = '.*own': must have") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^token_file = '.*own': must ") as caught:
         Client("127.0.0.1:1", ClientSecurity(token_file=own))
     assert "eim" not in str(caught.value).removeprefix(f"token_file = {str(own)!r}")
 

@@ -61,7 +61,7 @@ def test_a_drafter_that_ends_loses_no_request(shelf, greedy, tmp_path):
         )
         first.send_signal(signal.SIGTERM)
         assert first.wait(EXIT_S) == 0
-        assert "sessions are left" not in first.log_text()
+        assert "sessions that are left" not in first.log_text()
         assert [list(c.token_ids) for c in running.result()] == 4 * [c.tokens for c in greedy]
         assert drafter_status(client, addresses[0]).state == pb.DRAFTER_STATE_CONNECTING
         assert drafted_share(crowd(client, calls)) > 0.5

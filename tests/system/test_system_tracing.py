@@ -144,7 +144,7 @@ def test_an_endpoint_that_is_none_is_refused(url):
 @pytest.mark.parametrize("variable", [None, *ENDPOINTS])
 def test_plain_text_beyond_loopback_must_be_asked_for(monkeypatch, url, variable):
     set_endpoint(monkeypatch, variable, url)
-    refused = re.escape(f"{variable or 'otlp_endpoint'} = '{url}': plain text outside of loopback must be asked for")
+    refused = re.escape(f"{variable or 'otlp_endpoint'} = '{url}': plain text outside of loopback needs insecure")
     with (
         pytest.raises(InvalidArgumentError, match=refused),
         exporting_traces("draftwire-verifier", None if variable else url),

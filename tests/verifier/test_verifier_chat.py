@@ -80,7 +80,7 @@ def test_arguments_replace_nothing_of_the_rendering(codec: TextCodec, name: str)
     [
         ("[1]", "must be a JSON object"),
         ("{", "is not valid JSON"),
-        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": NaN}', "NaN is not a number"),
         ('{"a": 1, "a": 2}', "is given more than once"),
         ('{"a":' * 9000 + "1" + "}" * 9000, "nests more than 128"),
         ('{"a": ' + "1" * 5000 + "}", "is not valid JSON"),
