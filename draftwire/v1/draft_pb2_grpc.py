@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftingStub:
-    """Answered by the drafter.
+    """Implemented by the drafter.
     """
 
     def __init__(self, channel):
@@ -53,29 +53,29 @@ class DraftingStub:
 
 
 class DraftingServicer:
-    """Answered by the drafter.
+    """Implemented by the drafter.
     """
 
     def Draft(self, request_iterator, context):
-        """One stream per verifier-drafter pair. The first message each way is the hello; then steps and drafts.
-        Errors: FAILED_PRECONDITION when the two do not fit, with both sides' values; INVALID_ARGUMENT for a malformed
-        message; RESOURCE_EXHAUSTED when no further session is taken, or too many steps or bytes are unanswered;
-        DEADLINE_EXCEEDED without a hello within 10 s; UNAVAILABLE while the drafter drains; INTERNAL when it failed.
+        """One stream per verifier-drafter pair. The first message in each direction is the hello; steps and drafts follow.
+        Errors: FAILED_PRECONDITION if verifier and drafter do not match, with both values; INVALID_ARGUMENT for a malformed
+        message; RESOURCE_EXHAUSTED if the drafter accepts no further session, or too many steps or bytes are unanswered;
+        DEADLINE_EXCEEDED without a hello within 10 s; UNAVAILABLE while the drafter drains; INTERNAL if it has failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDrafterInfo(self, request, context):
-        """The head, what it needs from a target and the drafter's limits.
+        """Returns the head, its requirements on a target, and the drafter's limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetFeatureFusion(self, request, context):
-        """The weights with which a verifier fuses features for the head, in pieces: those of the norms, then those of the
-        layer, row-major, little-endian, of the features' type. FAILED_PRECONDITION when the head is another one.
+        """Returns the weights with which a verifier fuses features for the head, in chunks: those of the norms, then those of
+        the layer, row-major, little-endian, in the features' type. FAILED_PRECONDITION if the drafter has another head.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,7 +108,7 @@ def add_DraftingServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Drafting:
-    """Answered by the drafter.
+    """Implemented by the drafter.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """Answered by the verifier.
+    """Implemented by the verifier.
     """
 
     def __init__(self, channel):
@@ -58,37 +58,37 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """Answered by the verifier.
+    """Implemented by the verifier.
     """
 
     def Generate(self, request, context):
-        """Generates from one prompt and streams the output. Cancelling or a passed deadline ends the request within a step.
-        Errors: INVALID_ARGUMENT names the field, its value and what is allowed; RESOURCE_EXHAUSTED, with
-        google.rpc.RetryInfo, when the queue is full or too many outputs wait to be read; UNAVAILABLE while the server
-        drains or shuts down; ABORTED when the client reads nothing for 60 s, or has not read everything 10 minutes after
-        the last token; INTERNAL when this request alone failed.
+        """Generates from one prompt and streams the output. Cancellation or an expired deadline ends the request within a step.
+        Errors: INVALID_ARGUMENT with the field, its value and the allowed values; RESOURCE_EXHAUSTED, with
+        google.rpc.RetryInfo, if the queue is full or too many outputs wait to be read; UNAVAILABLE while the server drains or
+        shuts down; ABORTED if the client does not read for 60 s, or has not read everything 10 minutes after the last token;
+        INTERNAL if only this request failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Returns the token ids that Generate makes of a prompt. Errors: INVALID_ARGUMENT as Generate, RESOURCE_EXHAUSTED when
-        too many requests are being checked.
+        """Returns the token ids of a prompt, as Generate tokenises it. Errors: INVALID_ARGUMENT as for Generate;
+        RESOURCE_EXHAUSTED if too many requests are being checked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Returns the text of tokens. Errors as Tokenize.
+        """Returns the text of tokens. Errors as for Tokenize.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetVerifierInfo(self, request, context):
-        """What the server serves and with which drafters.
+        """Returns the server's target, settings, load and drafters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +126,7 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """Answered by the verifier.
+    """Implemented by the verifier.
     """
 
     @staticmethod
