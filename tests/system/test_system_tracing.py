@@ -142,7 +142,7 @@ def test_an_endpoint_that_is_none_is_refused(url):
 
 @pytest.mark.parametrize("url", ["http://collector:4317", "http://10.0.0.1:4317"])
 @pytest.mark.parametrize("variable", [None, *ENDPOINTS])
-def test_plain_text_beyond_loopback_must_be_asked_for(monkeypatch, url, variable):
+def test_plain_text_beyond_loopback_needs_insecure(monkeypatch, url, variable):
     set_endpoint(monkeypatch, variable, url)
     refused = re.escape(f"{variable or 'otlp_endpoint'} = '{url}': plain text outside of loopback needs insecure")
     with (

@@ -83,8 +83,8 @@ WRONG = [
     (formatted({"type": "sequence", "elements": [TEXT, NUMBER]}), "structural_tag", "any_text is allowed as the last"),
     ({"choice": ["a", "a"]}, "choice", "is given more than once"),
     ({"choice": []}, "choice", "at least one"),
-    ({"grammar": "root ::= x"}, "grammar", "is not a valid EBNF grammar"),
-    ({"grammar": "root ::= " + "(" * 30000}, "grammar", "is not a valid EBNF grammar"),
+    ({"grammar": "root ::= x"}, "grammar", "not a valid EBNF grammar"),
+    ({"grammar": "root ::= " + "(" * 30000}, "grammar", "not a valid EBNF grammar"),
     ({"regex": "a\nb"}, "regex", "line breaks"),
 ]
 
