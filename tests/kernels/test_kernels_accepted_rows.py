@@ -1,11 +1,13 @@
 """gather_accepted_rows: with each backend, Triton's compiled on CUDA and through its interpreter elsewhere."""
 
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 
 from draftwire_kernels import gather_accepted_rows
@@ -13,13 +15,16 @@ from draftwire_kernels import gather_accepted_rows
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    return str(request.param)
+BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
+# (rows, accepted rows) of each sequence.
+DRAWS = [
+    ([1], [1]),
+    ([1], [0]),
+    ([5], [3]),
+    ([4, 1, 3, 6], [2, 1, 0, 6]),
+    ([2, 3, 1], [0, 0, 0]),
+    ([2, 3, 1], [2, 3, 1]),
+]
 
 
 class Step:
@@ -51,27 +56,17 @@ class Step:
         return out.cpu()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 33, 64, 2049])
-@pytest.mark.parametrize(
-    ("lengths", "drawn"),
-    [
-        ([1], [1]),
-        ([1], [0]),
-        ([5], [3]),
-        ([4, 1, 3, 6], [2, 1, 0, 6]),
-        ([2, 3, 1], [0, 0, 0]),
-        ([2, 3, 1], [2, 3, 1]),
-    ],
-)
+# Of 144 combinations those that have every two values together.
+@pytest.mark.parametrize(("draw", "width", "dtype", "backend"), covering(DRAWS, [1, 33, 64, 2049], DTYPES, BACKENDS))
 def test_accepted_rows_come_first(
-    backend: str, lengths: list[int], drawn: list[int], width: int, dtype: torch.dtype
+    draw: tuple[list[int], list[int]], width: int, dtype: torch.dtype, backend: str
 ) -> None:
-    step = Step(lengths, drawn, width, dtype)
+    step = Step(*draw, width, dtype)
     assert torch.equal(step.gathered(backend), step.expected())
 
 
-@pytest.mark.parametrize("num_sequences", [65, 128, 129, 300])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_sequences", [65, 128, 300])
 def test_of_many_sequences(backend: str, num_sequences: int) -> None:
     lengths = [1 + i % 3 for i in range(num_sequences)]
     drawn = [min(i * 7 % 4, length) for i, length in enumerate(lengths)]
@@ -79,12 +74,14 @@ def test_of_many_sequences(backend: str, num_sequences: int) -> None:
     assert torch.equal(step.gathered(backend), step.expected())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_counts_beyond_a_sequences_rows_are_all_or_none_of_them(backend: str) -> None:
     step = Step([2, 3, 2], [9, -1, 1], 5)
     assert torch.equal(step.gathered(backend), step.expected())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_behind_2_to_the_31_elements(backend: str) -> None:
     width = 4096
     rows = torch.empty(2**31 // width + 2, width, dtype=torch.bfloat16, device=DEVICE)

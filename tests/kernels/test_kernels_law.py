@@ -55,7 +55,7 @@ def test_continuations_follow_the_target_for_other_k(method: str, k: int) -> Non
 
 @pytest.mark.parametrize("form", ["dense", "reduced", "top-n"])
 def test_block_accepts_no_less_than_standard(form: str) -> None:
-    standard = Case(form)
+    standard = Case(form, sequences=10_000)
     _, standard_length = simulate(standard)
     _, block_length = simulate(replace(standard, method="block"))
     assert block_length > standard_length

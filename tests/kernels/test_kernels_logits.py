@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
+from covering import covering
 from sampling_oracle import Options
 from torch import Tensor
 
@@ -168,12 +169,18 @@ class TestFilters:
             assert np.array_equal(out[i].isfinite().numpy(), np.isfinite(expected))
 
 
-    @pytest.mark.parametrize("dtype", large_vocabulary.DTYPES, ids=str)
-    @pytest.mark.parametrize("options", large_vocabulary.FILTERS, ids=str)
-    def test_filters_of_a_large_vocabulary_are_those_of_the_oracle(self, options: Options, dtype: torch.dtype) -> None:
-        logits = large_vocabulary.rows(dtype)
-        out = process_logits(logits, large_vocabulary.sampling(options))
-        large_vocabulary.check(logits, out, options)
+# Of 42 combinations those that have every two values together; test_kernels_cuda has all with compiled kernels.
+@pytest.mark.parametrize(
+    ("options", "dtype", "backend"),
+    covering(large_vocabulary.FILTERS, large_vocabulary.DTYPES, ["reference", "triton"]),
+    indirect=["backend"],
+    ids=str,
+)
+@pytest.mark.usefixtures("backend")
+def test_filters_of_a_large_vocabulary_are_those_of_the_oracle(options: Options, dtype: torch.dtype) -> None:
+    logits = large_vocabulary.rows(dtype)
+    out = process_logits(logits, large_vocabulary.sampling(options))
+    large_vocabulary.check(logits, out, options)
 
 
 def test_both_backends_keep_the_same_tokens() -> None:
