@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from exact_dspark import first_logits
 from exact_pair import VOCAB, Pair, run_target
 from numpy.typing import NDArray
 from scipy import stats
@@ -100,11 +101,12 @@ class Law:
 
     def _dspark_logits(self) -> torch.Tensor:
         """As `_draft_logits`."""
-        head, embedding = self.pair.dspark, self.pair.target.get_input_embeddings().weight
+        head, target = self.pair.dspark, self.pair.target
+        embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         tokens = torch.cat([torch.tensor(self.prompt).expand(len(self._outputs), -1), self._outputs], 1)
         parts = zip(self._rows[1].split(4096), tokens.split(4096), strict=True)
         first = len(self.prompt) - 1
-        return torch.cat([head.first_logits(features, own, first, embedding) for features, own in parts])
+        return torch.cat([first_logits(head, features, own, first, embedding, output) for features, own in parts])
 
     def _draft_logits(self, head: str) -> torch.Tensor:
         """[VOCAB ** (LENGTH - 1), LENGTH, VOCAB]: of the first draft behind the output tokens so far."""

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from exact_dspark import DSparkHead, train_dspark, write_dspark
+from exact_dspark import train_dspark
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head, feature_layers
-from training.export import export_eagle3
+from training.export import export_dspark, export_eagle3
 from training.layers import HeadShape
+
+Head = TypeVar("Head", bound=torch.nn.Module)
 
 VOCAB = 8
 LAYERS = 7
@@ -67,18 +71,17 @@ def make_pair(directory: Path) -> Pair:
         write_head(heads[name], head_dirs[name])
     dspark = _make_dspark(target, tokens)
     head_dirs["dspark"] = directory / "head-dspark"
-    write_dspark(dspark, [layer - 1 for layer in FEATURES], LAYERS, head_dirs["dspark"])
+    export_dspark(dspark, [layer - 1 for layer in FEATURES], LAYERS, head_dirs["dspark"], end=0)
     return Pair(target_dir, head_dirs, target, heads, dspark)
 
 
 def _make_dspark(target: LlamaForCausalLM, tokens: Tensor) -> DSparkHead:
-    torch.manual_seed(4)
-    head = DSparkHead(SHAPE, len(FEATURES) * SHAPE.hidden_size)
     logits, features = run_target(target, tokens)
-    train_dspark(head, features, tokens, logits.softmax(-1), target.get_input_embeddings().weight)
-    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
-        head.of(name).data *= OVERCONFIDENCE
-    return head.requires_grad_(False).eval()
+    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    head = train_dspark(SHAPE, features, tokens, logits.softmax(-1), embedding, output)
+    for weight in (head.norm.weight, head.markov_head.markov_w2.weight):
+        weight.data *= OVERCONFIDENCE
+    return as_stored(head)
 
 
 def write_head(head: Eagle3Head, directory: Path) -> None:
@@ -172,7 +175,11 @@ def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int 
         loss.backward()
         optimizer.step()
     head.lm_head.weight.data *= OVERCONFIDENCE
-    # What is stored is bfloat16, and the model in memory must be the one on disk.
+    return as_stored(head)
+
+
+def as_stored(head: Head) -> Head:
+    """Return the head that is on disk: what is stored is bfloat16."""
     for weight in head.parameters():
         weight.data = weight.data.bfloat16().float()
     return head.requires_grad_(False).eval()

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from head_checkpoints import DRAFT_VOCAB_SIZE, VOCAB_SIZE, uniform, write_json
-from safetensors.torch import save_file
+from head_checkpoints import DRAFT_VOCAB_SIZE, VOCAB_SIZE, uniform, write_pair
 
 HIDDEN, HEAD_DIM, TARGET_LAYERS = 32, 16, 8
 NUM_ROWS = 20  # rows of features; more than a block of the cache
@@ -254,22 +253,8 @@ def target_tensors(case: BlockCase) -> dict[str, torch.Tensor]:
 
 def write_case(case: BlockCase, directory: Path) -> tuple[Path, Path]:
     """Write head and target below `directory`; return their directories."""
-    head_dir, target_dir = directory / "head", directory / "target"
-    for path in (head_dir, target_dir):
-        path.mkdir(parents=True)
-    write_json(head_dir / "config.json", head_config(case))
-    save_file(head_tensors(case), head_dir / "model.safetensors")
-    target = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": TARGET_LAYERS,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 64,
-    }
-    write_json(target_dir / "config.json", target)
-    save_file(target_tensors(case), target_dir / "model.safetensors")
-    return head_dir, target_dir
+    target = {"hidden_size": HIDDEN, "max_position_embeddings": 64}
+    return write_pair(directory, head_config(case), head_tensors(case), target, target_tensors(case))
 
 
 def inputs(case: BlockCase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -274,24 +275,37 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
-def write_case(case: Case, directory: Path) -> tuple[Path, Path]:
-    """Writes head and target below `directory`; their directories."""
+def write_pair(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    target: dict[str, Any],
+    target_tensors: Mapping[str, torch.Tensor],
+) -> tuple[Path, Path]:
+    """Write a head and its target, with these keys of its config, below `directory`; return their directories."""
     head_dir, target_dir = directory / "head", directory / "target"
-    for path in (head_dir, target_dir):
+    common = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE}
+    for path, values, weights in (
+        (head_dir, config, tensors),
+        (target_dir, {**common, "num_hidden_layers": TARGET_LAYERS, **target}, target_tensors),
+    ):
         path.mkdir(parents=True)
-    write_json(head_dir / "config.json", head_config(case))
-    save_file(head_tensors(case), head_dir / "model.safetensors")
-    target = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": case.target_hidden_size,
-        "num_hidden_layers": TARGET_LAYERS,
-        "vocab_size": VOCAB_SIZE,
-        "tie_word_embeddings": case.tied_target,
-    }
-    write_json(target_dir / "config.json", target)
-    save_file(target_tensors(case), target_dir / "model.safetensors")
+        write_json(path / "config.json", values)
+        save_file(dict(weights), path / "model.safetensors")
     return head_dir, target_dir
+
+
+def write_case(case: Case, directory: Path) -> tuple[Path, Path]:
+    """Write head and target below `directory`; return their directories."""
+    target = {"hidden_size": case.target_hidden_size, "tie_word_embeddings": case.tied_target}
+    return write_pair(directory, head_config(case), head_tensors(case), target, target_tensors(case))
+
+
+@cache
+def stored_numbers(name: str) -> dict[str, torch.Tensor]:
+    """Return what a file of this folder holds."""
+    with np.load(Path(__file__).with_name(name)) as file:
+        return {key: torch.from_numpy(file[key]) for key in file}
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from block_checkpoints import ANCHORS, CASES, inputs, write_case
+from head_checkpoints import stored_numbers
 
 from drafter_service.heads import Head, load_head
 from drafter_service.heads.dflash import DFlashHead
@@ -35,6 +35,7 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
 CPU = torch.device("cpu")
 BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved
+NUMBERS = stored_numbers("block_reference.npz")
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -43,12 +44,6 @@ def loaded(name: str) -> Head:
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         return load_head(*write_case(CASES[name], Path(folder)), torch.float32, CPU)
-
-
-@cache
-def numbers() -> dict[str, torch.Tensor]:
-    with np.load(Path(__file__).with_name("block_reference.npz")) as file:
-        return {name: torch.from_numpy(file[name]) for name in file}
 
 
 def rows_of(tokens: torch.Tensor, pieces: list[tuple[int, int, int]]) -> Rows:
@@ -95,10 +90,10 @@ class Scene(DraftContext):
 
     def check(self, name: str, num_drafts: int) -> None:
         """Compares what was drawn from with the reference."""
-        expected = numbers()[f"{name}.logits"][:, :num_drafts]
+        expected = NUMBERS[f"{name}.logits"][:, :num_drafts]
         torch.testing.assert_close(torch.stack(self.logits, 1), expected, **TOLERANCE)
-        if f"{name}.confidences" in numbers():
-            expected = numbers()[f"{name}.confidences"][:, :num_drafts]
+        if f"{name}.confidences" in NUMBERS:
+            expected = NUMBERS[f"{name}.confidences"][:, :num_drafts]
             torch.testing.assert_close(torch.stack(self.confidences, 1), expected, **TOLERANCE)
         else:
             assert self.confidences == [None] * num_drafts
@@ -108,7 +103,7 @@ class Scene(DraftContext):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_confidences(name: str, held_back: int) -> None:
     scene = Scene(name, held_back)
-    most = numbers()[f"{name}.logits"].shape[1]
+    most = NUMBERS[f"{name}.logits"].shape[1]
     assert scene.head.spec.max_drafts in (most, 16)
     scene.head.draft(scene, most)
     scene.check(name, most)
@@ -128,7 +123,7 @@ def test_states_of_a_block(name: str) -> None:
     scene.head.enter(scene.rows, scene.states, scene.cache)
     block = scene.block(4)
     hidden = scene.head.forward(scene.tokens[list(ANCHORS)], block.positions, scene.cache, block.batch)
-    torch.testing.assert_close(hidden, numbers()[f"{name}.hidden"], **TOLERANCE)
+    torch.testing.assert_close(hidden, NUMBERS[f"{name}.hidden"], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["deepseek_dspark", "speculators_windows", "peagle"])

@@ -8,16 +8,16 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import pytest
 import torch
-from head_checkpoints import CASES, NUM_DRAFTS, NUM_ROWS, inputs, write_case
+from head_checkpoints import CASES, NUM_DRAFTS, NUM_ROWS, inputs, stored_numbers, write_case
 
 from drafter_service.heads import Head, load_head
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
 CPU = torch.device("cpu")
 BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved
+NUMBERS = stored_numbers("reference.npz")
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-5}
 
 
@@ -26,12 +26,6 @@ def loaded(name: str) -> Head:
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         return load_head(*write_case(CASES[name], Path(folder)), torch.float32, CPU)
-
-
-@cache
-def numbers() -> dict[str, torch.Tensor]:
-    with np.load(Path(__file__).with_name("reference.npz")) as file:
-        return {name: torch.from_numpy(file[name]) for name in file}
 
 
 class Rig:
@@ -43,7 +37,7 @@ class Rig:
         self.g = self.head.fuse(features)
         self.positions = torch.arange(2 * NUM_ROWS)
         self.cache = KVCache(self.head.spec.layer_shapes, 8, torch.float32, CPU)
-        self.hidden, self.logits = numbers()[f"{name}.hidden"], numbers()[f"{name}.logits"]
+        self.hidden, self.logits = NUMBERS[f"{name}.hidden"], NUMBERS[f"{name}.logits"]
         self.depth = len(self.hidden) - 1  # draft steps of the reference
 
     def run(self, pieces: list[tuple[int, int, int]], g: torch.Tensor | None = None) -> torch.Tensor:
