@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
+from serving import serving
 from tiny_targets import VOCAB, tiny_llama
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -17,10 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.v1 import config_pb2, generate_pb2
-from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service.api.preparation import DEFAULT_RULES, RequestRules
 from verifier_service.api.requests import RequestHandler
-from verifier_service.api.service import GenerationServicer
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import InProcessEngine
@@ -73,17 +73,8 @@ async def served(codec: TextCodec | None, rules: RequestRules = DEFAULT_RULES) -
     config = speculative_config_from_mapping({})
     host = EngineHost(tiny_target(), config, limits, [], LOOPBACK)
     handler = RequestHandler(InProcessEngine(host), codec, config, lambda: None, rules)
-    server = grpc.aio.server()
-    add_GenerationServicer_to_server(GenerationServicer(handler), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await handler.start()
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield GenerationStub(channel)
-    finally:
-        await server.stop(None)
-        await handler.stop()
+    async with serving(handler) as address, grpc.aio.insecure_channel(address) as channel:
+        yield GenerationStub(channel)
 
 
 def text_request(text: str, params: config_pb2.SamplingParams = GREEDY) -> generate_pb2.GenerateRequest:

@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from echo_peer import DTYPE, send, take
+from waiting import wait_for
 
 from draftwire.model.devices import make_current
 from draftwire.transport import ALL_CARRIERS, Rendezvous, SharedSegments, TensorReceiver, TensorSender
@@ -91,13 +92,6 @@ def echo(device: torch.device, peer: str, size: int = 4 * MIB, **environment: st
         process.wait()
         if shared.channel is not None:
             shared.channel.close()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

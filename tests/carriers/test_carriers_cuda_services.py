@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from process_tree import all_ending
-from services import DEMO, wait_for, wait_for_drafter
+from services import DEMO, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.client import Completion

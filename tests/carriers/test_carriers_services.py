@@ -9,8 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import grpc
 import pytest
 import torch
 from addresses import free_address
+from waiting import wait_for
 
 from drafter_service.engine.engine import DraftEngine
 from drafter_service.heads import load_head
@@ -110,13 +110,6 @@ def own_mappings() -> int:
     """Those of this process, without what earlier tests have left to the collector of garbage."""
     gc.collect()
     return mappings(os.getpid())
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {PATIENCE_S:g} s: {what}"
-        time.sleep(0.02)
 
 
 def connected(client: Client) -> pb.DrafterStatus:

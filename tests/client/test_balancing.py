@@ -6,11 +6,12 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from click.testing import CliRunner
 from grpc_health.v1.health_pb2 import HealthCheckResponse
+from waiting import wait_for
 
 from draftwire import AsyncClient, Client
 from draftwire.contract.addresses import split_addresses
@@ -46,13 +47,6 @@ async def _addresses(client: AsyncClient, count: int) -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def uses(client: Client, *addresses: str) -> bool:
     """Return whether the next requests go to these servers in turn; one that was just lost may fail a request."""
     try:
@@ -79,7 +73,7 @@ def silent() -> Iterator[str]:
 def test_requests_go_to_the_servers_in_turn(start_verifier):
     first, second = start_verifier(), start_verifier()
     with Client([first.address, second.address]) as client:
-        wait_until(lambda: uses(client, first.address, second.address))
+        wait_for(lambda: uses(client, first.address, second.address))
         assert {client.info().version for _ in range(2)} == {"1.2.3"}
     assert first.requests
     assert second.requests
@@ -100,21 +94,21 @@ def test_asyncio_takes_the_servers_in_turn(start_verifier):
 def test_a_server_that_dies_is_left_out_until_it_is_back(start_verifier):
     first, second = start_verifier(), start_verifier()
     with Client([first.address, second.address]) as client:
-        wait_until(lambda: uses(client, first.address, second.address))
+        wait_for(lambda: uses(client, first.address, second.address))
         first.stop()
-        wait_until(lambda: uses(client, second.address))
+        wait_for(lambda: uses(client, second.address))
         start_verifier(first.address)
-        wait_until(lambda: uses(client, first.address, second.address))
+        wait_for(lambda: uses(client, first.address, second.address))
 
 
 def test_a_server_that_does_not_serve_is_left_out(start_verifier):
     first, second = start_verifier(), start_verifier()
     with Client([first.address, second.address]) as client:
-        wait_until(lambda: uses(client, first.address, second.address))
+        wait_for(lambda: uses(client, first.address, second.address))
         first.health.set("", HealthCheckResponse.NOT_SERVING)
-        wait_until(lambda: uses(client, second.address))
+        wait_for(lambda: uses(client, second.address))
         first.health.set("", HealthCheckResponse.SERVING)
-        wait_until(lambda: uses(client, first.address, second.address))
+        wait_for(lambda: uses(client, first.address, second.address))
 
 
 def test_the_first_request_passes_a_server_that_is_down(start_verifier):
@@ -177,9 +171,9 @@ def test_a_name_of_several_hosts_has_its_requests_in_turn(start_verifier):
     except RuntimeError:
         pytest.skip("needs IPv6 on the loopback interface")
     with Client(f"localhost:{port}") as client:
-        wait_until(lambda: complete(client) != "" and bool(first.requests) and bool(second.requests))
+        wait_for(lambda: complete(client) != "" and bool(first.requests) and bool(second.requests))
         first.stop()
-        wait_until(lambda: uses(client, client.address))
+        wait_for(lambda: uses(client, client.address))
         before = len(second.requests)
         assert uses(client, client.address)
         assert len(second.requests) == before + 6

@@ -7,10 +7,8 @@ import os
 import socket
 import ssl
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 from certificates import Authority
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from waiting import wait_for
 
 from draftwire.contract.errors import InvalidArgumentError, ServerError
 from draftwire.server import metrics
@@ -171,7 +170,7 @@ def test_slow_connections_take_few_threads_and_block_nobody(authority, encrypted
         text = scrape_encrypted(port, authority.file) if encrypted else scrape(port)
         assert "\nanswer 42.0\n" in text
         assert len(set(threading.enumerate()) - others) <= few
-    wait_until(lambda: set(threading.enumerate()) <= others)
+    wait_for(lambda: set(threading.enumerate()) <= others)
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -183,7 +182,7 @@ def test_a_connection_that_trickles_is_cut_in_time(authority, encrypted, monkeyp
         socket.create_connection(("127.0.0.1", port), timeout=0.1) as client,
     ):
         drops = iter(client_hello() if encrypted else b"GET /" + b"x" * 1000)
-        wait_until(lambda: is_cut(client, next(drops)))
+        wait_for(lambda: is_cut(client, next(drops)))
 
 
 def client_hello() -> bytes:
@@ -203,13 +202,6 @@ def is_cut(client: socket.socket, byte: int) -> bool:
         return False
     except OSError:
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_missing_files_and_bad_certificates_are_named_at_start(tmp_path, authority):

@@ -52,6 +52,30 @@ def announcer(stream: Stream, device: str = "cpu", **options: Any) -> Announcer:
     return Announcer(stream, device=torch.device(device, 0) if device == "cuda" else torch.device(device), **options)
 
 
+def announced(
+    rows: list[Rows] | None = None,
+    mode: SamplingMode | None = None,
+    *,
+    engine: DraftEngine | None = None,
+    ids: Iterable[int] = IDS,
+    k: int = 4,
+    device: str = "cpu",
+    **options: Any,
+) -> tuple[Stream, Announcer]:
+    """Return a session whose sequences have their prompts and its verifier, which has announced `rows`."""
+    stream = prompted(engine or make_engine(TinyHead(device=device)), mode, ids, k)
+    verifier = announcer(stream, device, k=k, **options)
+    verifier.announce(rows or verified())
+    return stream, verifier
+
+
+def begun(rows: list[Rows] | None = None, mode: SamplingMode | None = None, **options: Any) -> tuple[Stream, Announcer]:
+    """As `announced`, and early drafts of the step have begun."""
+    stream, verifier = announced(rows, mode, **options)
+    assert begin(stream.engine)
+    return stream, verifier
+
+
 def assert_same(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
     assert found.keys() == expected.keys()
     for i, reply in expected.items():

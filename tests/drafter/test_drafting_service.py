@@ -13,8 +13,9 @@ import pytest
 import torch
 from harness import Rows, Text
 from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
-from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, wait_until
+from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
+from waiting import wait_for
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
 from drafter_service.draft_loop.session_terms import SessionTerms
@@ -112,7 +113,7 @@ class TestFusion:
         assert refusal() == "RESOURCE_EXHAUSTED: 3 verifiers are being sent the fusion; try again later"
         for call in slow:
             call.cancel()
-        wait_until(lambda: not refusal())
+        wait_for(lambda: not refusal())
 
     @pytest.mark.parametrize(("fuses", "text"), [(True, "the head is"), (False, "takes features as they are")])
     def test_weights_of_another_head_are_refused(self, fuses: bool, text: str) -> None:
@@ -167,7 +168,7 @@ class TestEnds:
         stream.ask(step_message(1, [Rows(1, Text(1), 0, 20, 4)], [1]))
         assert drafter.engine.load.kv_cache_usage > 0
         stream.call.cancel()
-        wait_until(lambda: drafter.engine.load.sessions == 0)
+        wait_for(lambda: drafter.engine.load.sessions == 0)
         assert (drafter.engine.load.sequences, drafter.engine.load.kv_cache_usage) == (0, 0)
 
     def test_a_verifier_faster_than_its_answers_is_cut_off(
@@ -243,12 +244,12 @@ def test_what_a_stream_held_is_freed_without_the_cycle_collector(drafter: Served
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stream_module.DraftStream, "run", remember)
             stream = drafter.connect()
-            wait_until(lambda: len(made) == 1)
+            wait_for(lambda: len(made) == 1)
         if is_refused:
             stream.send(step_message(2))
             assert stream.error()[0] == INVALID_ARGUMENT
         else:
             stream.call.cancel()
-        wait_until(lambda: not made)
+        wait_for(lambda: not made)
     finally:
         gc.enable()

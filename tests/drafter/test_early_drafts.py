@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from early_scene import DEVICES, IDS, MODES, TEXTS, announcer, assert_same, begin, counts, prompted, verified, without
+from early_scene import (
+    DEVICES,
+    IDS,
+    MODES,
+    TEXTS,
+    announced,
+    announcer,
+    assert_same,
+    begin,
+    begun,
+    counts,
+    prompted,
+    verified,
+    without,
+)
 from harness import NO_CAPACITY, UNKNOWN, Rows, Text, connect, make_engine, opened
 from tiny_head import TARGET_VOCAB, TinyHead
 
@@ -33,10 +47,7 @@ def test_a_commit_gets_the_drafts_that_were_begun_early(mode, device):
 def test_early_drafts_come_with_their_confidences(device):
     mode = SamplingMode(confidences=True)
     expected = without(verified(), mode, device=device)[0]
-    stream = prompted(make_engine(TinyHead(device=device)), mode)
-    verifier = announcer(stream, device)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    _, verifier = begun(mode=mode, device=device)
     found = verifier.committed()
     assert_same(found, expected)
     (early,) = verifier.early().values()
@@ -52,9 +63,7 @@ def test_early_drafts_come_with_their_confidences(device):
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_commit_before_early_drafts_begin_is_a_step(mode, device):
     expected = without(verified(), mode, device=device)[0]
-    stream = prompted(make_engine(TinyHead(device=device)), mode)
-    verifier = announcer(stream, device)
-    verifier.announce(verified())
+    stream, verifier = announced(mode=mode, device=device)
     assert_same(verifier.committed(), expected)
     assert counts(stream.engine) == (0, 0)
     assert verifier.early() == {}
@@ -82,9 +91,7 @@ def test_no_early_drafts_are_shown_without_room_for_all():
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_commit_without_closed_sequences_drafts_the_others(mode, device, begins):
     expected = without(verified([2, 4]), mode, device=device)[0]
-    stream = prompted(make_engine(TinyHead(device=device)), mode)
-    verifier = announcer(stream, device)
-    verifier.announce(verified())
+    stream, verifier = announced(mode=mode, device=device)
     assert not begins or begin(stream.engine)
     assert_same(verifier.committed(closed=[1, 3, 5]), expected)
     assert counts(stream.engine) == (int(begins), 0)
@@ -96,9 +103,7 @@ def test_a_commit_without_closed_sequences_drafts_the_others(mode, device, begin
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_commit_that_wants_fewer_drafts_gets_so_many(mode, begins):
     rows = [Rows(i, TEXTS[i], 7 + i, 1 + i % 4, i % 4) for i in IDS]
-    stream = prompted(make_engine(TinyHead()), mode)
-    verifier = announcer(stream)
-    verifier.announce(verified())
+    stream, verifier = announced(mode=mode)
     assert not begins or begin(stream.engine)
     assert_same(verifier.committed([part.drafts for part in rows]), without(rows, mode)[0])
     later = [Rows(i, TEXTS[i], 8 + i + i % 4, 2, 4) for i in IDS]
@@ -126,10 +131,7 @@ def other_tokens() -> list[Rows]:
 def test_a_step_that_replaces_gets_its_own_drafts(rows):
     ids = [*IDS, 6]
     expected = prompted(make_engine(TinyHead()), ids=ids, k=6).step(rows)
-    stream = prompted(make_engine(TinyHead()), ids=ids, k=6)
-    verifier = announcer(stream, k=6)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    stream, verifier = begun(ids=ids, k=6)
     assert_same(verifier.replace(rows), expected)
     assert counts(stream.engine) == (0, 1)
     assert verifier.features_read == 1
@@ -139,28 +141,20 @@ def test_dropped_drafts_leave_no_trace_in_the_next_steps():
     short = [Rows(i, TEXTS[i], 7 + i, 1, 4) for i in IDS]
     later = [Rows(i, TEXTS[i], 8 + i, 3, 4) for i in IDS]
     expected = without(short, None, later)
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    stream, verifier = begun()
     assert_same(verifier.replace(short), expected[0])
     assert_same(stream.step(later), expected[1])
 
 
 def test_a_step_of_other_sequences_drops_nothing():
-    stream = prompted(make_engine(TinyHead()), ids=[*IDS, 6])
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    stream, verifier = begun(ids=[*IDS, 6])
     assert stream.step([Rows(6, TEXTS[6], 13, 2, 4)])[6].tokens
     assert_same(verifier.committed(), without(verified())[0])
     assert counts(stream.engine) == (1, 0)
 
 
 def test_nothing_begins_before_its_tokens_are_written():
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream, holds=True)
-    verifier.announce(verified())
+    stream, verifier = announced(holds=True)
     assert not begin(stream.engine)
     verifier.marks.write()
     assert begin(stream.engine)
@@ -175,9 +169,7 @@ def test_nothing_begins_while_a_step_waits():
 
 @pytest.mark.parametrize("ends", ["committed", "replaced"])
 def test_a_step_that_is_over_begins_nothing(ends):
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream, holds=ends == "replaced")
-    verifier.announce(verified())
+    stream, verifier = announced(holds=ends == "replaced")
     found = verifier.committed() if ends == "committed" else verifier.replace(verified())
     assert_same(found, without(verified())[0])
     if ends == "replaced":
@@ -186,10 +178,7 @@ def test_a_step_that_is_over_begins_nothing(ends):
 
 
 def test_a_commit_drops_what_was_announced_before():
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce([Rows(i, TEXTS[i], 7 + i, 1, 4) for i in IDS])
-    assert begin(stream.engine)
+    stream, verifier = begun([Rows(i, TEXTS[i], 7 + i, 1, 4) for i in IDS])
     verifier.announce(verified())
     assert_same(verifier.committed(), without(verified())[0])
     assert counts(stream.engine) == (0, 1)
@@ -213,10 +202,7 @@ def test_a_commit_outlives_its_early_drafts(monkeypatch):
 
 def test_a_commit_that_takes_several_batches_is_computed_anew():
     engine = make_engine(TinyHead(), max_batch_rows=8, max_sessions=4)
-    stream = prompted(engine)
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(engine)
+    stream, verifier = begun(engine=engine)
     verifier.commit()
     found: dict[int, list[int]] = {}
     while engine.has_work:
@@ -231,10 +217,7 @@ def test_a_commit_that_takes_several_batches_is_computed_anew():
 
 def test_a_sequence_that_made_room_meanwhile_is_unknown():
     engine = make_engine(TinyHead(), max_num_seqs=5)
-    stream = prompted(engine)
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(engine)
+    _, verifier = begun(engine=engine)
     other = connect(engine)
     other.step([Rows(1, TEXTS[7], 0, 9)], [opened(1)])
     found = verifier.committed()
@@ -246,10 +229,7 @@ def test_a_sequence_that_made_room_meanwhile_is_unknown():
 
 def test_a_commit_that_a_newer_step_supersedes_drafts_nothing():
     later = [Rows(i, TEXTS[i], 8 + i + i % 4, 2, 4) for i in IDS]
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    stream, verifier = begun()
     verifier.commit()
     assert_same(stream.step(later), without(verified(), None, later)[1])
     assert not any(stream.answers[-2].drafts.num_drafts)

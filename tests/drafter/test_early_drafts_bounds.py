@@ -7,7 +7,20 @@ import weakref
 
 import pytest
 import torch
-from early_scene import DEVICES, IDS, TEXTS, announcer, assert_same, begin, counts, prompted, verified, without
+from early_scene import (
+    DEVICES,
+    IDS,
+    TEXTS,
+    announced,
+    announcer,
+    assert_same,
+    begin,
+    begun,
+    counts,
+    prompted,
+    verified,
+    without,
+)
 from harness import UNKNOWN, Rows, connect, make_engine, opened
 from tiny_head import TARGET_VOCAB, TinyHead
 
@@ -54,9 +67,7 @@ def test_tokens_that_cannot_be_begin_nothing_and_end_the_stream(written):
     ],
 )
 def test_rows_of_no_open_sequence_are_unknown(rows):
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce([rows])
+    stream, verifier = announced([rows])
     assert not begin(stream.engine)
     assert {i: reply.status for i, reply in verifier.committed().items()} == {rows.sequence_id: UNKNOWN}
     assert_same(stream.step(verified([2, 3])), without(verified([2, 3]))[0])
@@ -64,10 +75,7 @@ def test_rows_of_no_open_sequence_are_unknown(rows):
 
 def test_tokens_are_read_once():
     """The verifier may write them again while the drafter computes."""
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    stream, verifier = begun()
     verifier.scribble()
     assert_same(verifier.committed(), without(verified())[0])
     assert counts(stream.engine) == (1, 0)
@@ -93,10 +101,7 @@ def test_a_sequence_without_room_for_its_rows_begins_nothing():
 
 def test_one_batch_begins_for_each_step_that_comes():
     """A verifier that announces again and again has no more computed than one that sends steps."""
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified([1]))
-    assert begin(stream.engine)
+    stream, verifier = begun(verified([1]))
     verifier.committed()
     verifier.announce(verified([2]))
     verifier.announce(verified([3]))
@@ -109,19 +114,16 @@ def test_one_batch_begins_for_each_step_that_comes():
 
 
 def test_after_dropped_drafts_none_begin_for_some_steps():
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified([1]))
-    assert begin(stream.engine)
+    stream, verifier = begun(verified([1]))
     verifier.replace([Rows(1, TEXTS[1], 8, 1, 4)])
     first = 9
-    begun = []
+    found = []
     for _ in range(STEPS_AFTER_WASTE + 3):
         verifier.announce([Rows(2, TEXTS[2], first, 1, 4)])
-        begun.append(begin(stream.engine))
+        found.append(begin(stream.engine))
         verifier.committed()
         first += 1
-    assert begun == [False] * STEPS_AFTER_WASTE + [True] * 3
+    assert found == [False] * STEPS_AFTER_WASTE + [True] * 3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,10 +156,7 @@ def test_two_sessions_steps_come_together():
 
 def test_a_session_that_opens_or_captures_changes_nothing():
     engine = make_engine(TinyHead())
-    stream = prompted(engine)
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(engine)
+    _, verifier = begun(engine=engine)
     connect(engine, SamplingMode(gumbel=True, dense=True))
     assert_same(verifier.committed(), without(verified())[0])
     assert engine.early.num_taken == 1
@@ -176,10 +175,7 @@ def test_sequences_that_all_end_let_others_begin():
 
 
 def test_a_step_that_wants_no_drafts_costs_no_more():
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified())
-    assert begin(stream.engine)
+    stream, verifier = begun()
     verifier.replace(verified(drafts=0))
     assert not stream.engine.early.has_begun
     verifier.announce([Rows(i, TEXTS[i], 8 + i + i % 4, 2, 4) for i in IDS])
@@ -238,10 +234,7 @@ def test_a_session_ended_by_a_failing_device_waits_for_nothing(monkeypatch):
 
 
 def test_a_session_that_ends_leaves_no_memory_behind():
-    stream = prompted(make_engine(TinyHead()))
-    verifier = announcer(stream)
-    verifier.announce(verified([1]))
-    assert begin(stream.engine)
+    stream, verifier = begun(verified([1]))
     verifier.announce(verified([2]))
     features = weakref.ref(verifier.receiver)
     verifier.decoder.close()  # as the stream does

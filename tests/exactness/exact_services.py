@@ -7,20 +7,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
+from serving import serving
 
 from draftwire.client import AsyncClient
 from draftwire.client.output import Statistics
-from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import speculative_config_from_mapping
-from draftwire.v1 import generate_pb2, generate_pb2_grpc
+from draftwire.v1 import generate_pb2
 from verifier_service.api.requests import RequestHandler
-from verifier_service.api.service import GenerationServicer
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.grammar.vocabulary import load_vocabulary
@@ -94,7 +93,7 @@ def serve_verifier(
     )
     loop = Loop()
 
-    async def start() -> tuple[RequestHandler, grpc.aio.Server, str]:
+    async def start() -> tuple[AsyncExitStack, str]:
         settings = speculative_config_from_mapping(config)
         words, codec = "this server has no tokenizer", None
         if tokenizer_dir is not None:
@@ -103,24 +102,16 @@ def serve_verifier(
         if limit is not None:
             host.engine.drafting.pin(settings.num_speculative_tokens, limit)
         engine = InProcessEngine(host)
-        handler = RequestHandler(engine, codec, settings, lambda: None)
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        generate_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(handler), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await handler.start()
-        await server.start()
-        return handler, server, f"127.0.0.1:{port}"
+        stack = AsyncExitStack()
+        address = await stack.enter_async_context(serving(RequestHandler(engine, codec, settings, lambda: None)))
+        return stack, address
 
-    async def stop(handler: RequestHandler, server: grpc.aio.Server) -> None:
-        await server.stop(None)
-        await handler.stop()
-
-    handler, server, address = loop.run(start())
+    running, address = loop.run(start())
     try:
         wait_for_drafters(address, generate_pb2.DRAFTER_STATE_READY, count=len(drafters))
         yield address
     finally:
-        loop.run(stop(handler, server))
+        loop.run(running.aclose())
         loop.close()
 
 

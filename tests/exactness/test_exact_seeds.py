@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from exact_pair import Pair
 from exact_services import Sample, sample, serve_verifier
-from services import wait_for
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire_bench.processes import start_drafter

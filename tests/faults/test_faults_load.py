@@ -13,7 +13,8 @@ from exact_law import Law, Sampling
 from exact_pair import VOCAB, Pair
 from exact_services import serve_verifier
 from load import ENOUGH_SAMPLES, Load, Round, Sample, first_good
-from services import Reference, wait_for
+from services import Reference
+from waiting import wait_for
 
 from verifier_service.target.target import load_target
 

@@ -14,9 +14,10 @@ import pytest
 from addresses import free_address
 from drafters import Drafter
 from load import PATIENCE_S, SAMPLED_AT_ONCE, FaultRecord
-from services import Continuation, wait_for
+from services import Continuation
 from stage import Stage
 from streaming_client import kill_client_in_mid_stream
+from waiting import wait_for
 
 from draftwire import AsyncClient, Client
 from draftwire.client import Completion, balancing

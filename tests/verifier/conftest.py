@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 from drafting_scene import Clock
+from engine_scene import make_target
 
 from verifier_service.drafters import connection
+from verifier_service.target.target import Target
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """Return the target of the engines in these tests."""
+    return make_target()
 
 
 @pytest.fixture

@@ -104,6 +104,13 @@ class Served:
             if item.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
                 return tokens
 
+    def run(self, *requests: Request) -> list[list[int]]:
+        """Start the engine, wait until these requests have finished, and stop it; return their outputs."""
+        self.engine.start()
+        tokens = [self.tokens(request) for request in requests]
+        self.engine.stop()
+        return tokens
+
     def error(self, request: Request) -> str:
         """Waits until the request has ended with an error; its text."""
         while isinstance(item := self.next(request), generate_pb2.GenerateResponse):

@@ -6,20 +6,20 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 from engine_scene import make_target
+from serving import serving
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 
 from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import add_GenerationServicer_to_server
 from verifier_service.api.model_files import ModelFiles
 from verifier_service.api.requests import RequestHandler
-from verifier_service.api.service import GenerationServicer
 from verifier_service.api.vllm_engine import VllmEngineServicer
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import EngineAccess, InProcessEngine
@@ -90,19 +90,12 @@ class Served:
             _, facts = receive(self.process.connection)
             engine = EngineProxy(self.process, facts)
         handler = RequestHandler(engine, self.codec, CONFIG, self.has_failed.set)
-        await handler.start()
-        server = grpc.aio.server()
-        add_GenerationServicer_to_server(GenerationServicer(handler), server)
-        servicer = VllmEngineServicer(handler, ModelFiles(self.directory), has_kv_events=self.has_kv_events)
-        add_VllmEngineServicer_to_server(servicer, server)
         self.handler = handler
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
+        servicer = VllmEngineServicer(handler, ModelFiles(self.directory), has_kv_events=self.has_kv_events)
         try:
-            yield f"127.0.0.1:{port}"
+            async with serving(handler, partial(add_VllmEngineServicer_to_server, servicer)) as address:
+                yield address
         finally:
-            await server.stop(None)
-            await handler.stop()
             if self.process is not None:
                 self.process.join()
 

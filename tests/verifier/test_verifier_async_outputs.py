@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from async_scene import Watched, run_all
-from engine_scene import K, make_target
+from engine_scene import K
 
 from draftwire.contract.errors import ServerError
 from draftwire.v1 import generate_pb2
@@ -17,12 +17,6 @@ from verifier_service.core.step_times import StepMarks
 from verifier_service.core.stop_conditions import Piece
 from verifier_service.engine.outputs import RequestOutputs, response
 from verifier_service.engine.step import Step
-from verifier_service.target.target import Target
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 class Mark:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from async_scene import Watched, run_all
 from drafting_scene import RecordedStream
-from engine_scene import K, make_target
+from engine_scene import K
 from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.v1 import draft_pb2 as pb
@@ -24,7 +24,6 @@ from verifier_service.drafters.draft_wait import DraftWaitPolicy
 from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftCountPolicy
 from verifier_service.sampling.sampler import TokenSampler
-from verifier_service.target.target import Target
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -35,11 +34,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": [9, 15], "min_tokens": 3},
     {"logprobs": 2},
 )
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
@@ -121,9 +115,7 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
     own = Watched(target)
     own.connect()
     one = own.submit(max_tokens=30)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert own.num_ahead == 0
     causes = Counter({one.cause: one.tokens for one in own.engine.counters().fallbacks})
     assert set(causes) <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
@@ -150,9 +142,7 @@ def test_a_step_before_one_with_prompts_counts_as_such(target, monkeypatch):
 
     own.on_stage(Stage.SAMPLED, launching)
     one = own.submit([3, 1, 4], k=0, max_tokens=40)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert sum(launched[5:]) == 1
     counted = min(len(counted_prompts), len(launched) - 1)
     assert counted_prompts[:counted] == [any(two) for two in pairwise(launched)][:counted]
@@ -166,9 +156,7 @@ def test_drafts_do_not_overtake_a_step_of_their_drafter(target):
     stream = own.connect()
     answer_late(stream)
     requests = [own.submit(prompt, max_tokens=40) for prompt in prompts]
-    own.engine.start()
-    assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
-    own.engine.stop()
+    assert own.run(*requests) == [tokens for tokens, _ in expected]
     flying: list[list[int]] = []
     overtaken = 0
     for what, _, drafts in own.log:
@@ -190,9 +178,7 @@ def test_only_prompts_go_before_requests_with_late_drafts(target, are_soon, monk
     stream = own.connect()
     answer_late(stream)
     made = [own.submit(**{**one, "k": K}) for one in requests]
-    own.engine.start()
-    assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
-    own.engine.stop()
+    assert own.run(*made) == [tokens for tokens, _ in expected]
     assert (own.num_prompts_before == 0) == are_soon
 
 
@@ -246,9 +232,7 @@ def test_prompts_continue_before_their_rows_land_and_keep_order(target):
         launched.extend((made.index(row.request), row.start) for row in step.rows if not row.is_decoding)
 
     own.on_stage(Stage.RELEASED, note)
-    own.engine.start()
-    assert [own.tokens(one) for one in made] == [tokens for tokens, _ in expected]
-    own.engine.stop()
+    assert own.run(*made) == [tokens for tokens, _ in expected]
     assert launched == [(0, 0), (0, 16), (0, 32), (1, 0), (1, 8), (1, 24)]
     assert own.num_ahead == sum(what == "launch" for what, _, _ in own.log) - 1
 
@@ -258,9 +242,7 @@ def test_a_draftable_prompt_continues_once_its_features_are_sent(target):
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
     one = own.submit([5] * 40, max_tokens=4)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert [what for what, _, _ in own.log[:4]] == ["launch", "land", "launch", "launch"]
     sent = [count for step in stream.steps for count in step.num_rows]
     assert sum(sent[:5]) == 40
@@ -314,9 +296,7 @@ def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch
     own = Watched(target)
     stream = own.connect()
     requests = [own.submit(prompt, max_tokens=60) for prompt in prompts]
-    own.engine.start()
-    assert [own.tokens(one) for one in requests] == [tokens for tokens, _ in expected]
-    own.engine.stop()
+    assert own.run(*requests) == [tokens for tokens, _ in expected]
     launches = [follows for what, follows, _ in own.log if what == "launch"]
     assert own.num_ahead > len(launches) - 10
     assert len(stream.steps) < 5

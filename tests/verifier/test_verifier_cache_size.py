@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_scene import HIDDEN, NUM_LAYERS, make_target
+from engine_scene import HIDDEN, NUM_LAYERS
 from tiny_targets import CONTEXT
 
 from draftwire.contract.errors import InvalidArgumentError, ServerError
@@ -28,11 +28,6 @@ DEVICE = torch.device("cuda", 0)
 KV_BLOCK_BYTES = NUM_LAYERS * 2 * (HIDDEN // 2) * 4 * BLOCK_SIZE
 STATE_BLOCK_BYTES = HIDDEN * 4 * BLOCK_SIZE
 FUSION_BYTES = 3 * HIDDEN * HIDDEN * 4
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 class FakeGpu:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from drafting_scene import answer_to
 from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
 
@@ -19,17 +20,11 @@ from verifier_service.drafters.features import FeatureStore
 from verifier_service.drafters.sender import StepSender
 from verifier_service.drafters.session import DraftSession, EarlyFeatures
 from verifier_service.drafters.stream import Answered
-from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 
 CPU = torch.device("cpu")
 PROMPTS = [[3 + i, 1, 4] for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 @pytest.fixture
@@ -64,33 +59,27 @@ def test_they_are_those_of_nearly_every_verify_step(target, sources):
     own = Served(target)
     own.connect_with(lambda step: [5 + step.step_id % 7, 6, 7])
     made = [own.submit(prompt, max_tokens=40, temperature=0.9, seed=i) for i, prompt in enumerate(PROMPTS)]
-    own.engine.start()
-    for one in made:
-        own.tokens(one)
-    own.engine.stop()
+    own.run(*made)
     assert sum(sources) > 0.5 * len(sources)
 
 
+HEADS = [[{}], [{"layers": (0, 2)}, {"layers": (1, 2)}], [{"dtype": torch.float16, "row_bytes": 4 * HIDDEN}]]
+LIMITS = [{}, {"num_blocks": 9}, {"max_prefill_rows": 2}, {"max_num_seqs": 2}, {"draft_deadline_s": 0.0005}]
+KINDS = [{"k": 1}, {"temperature": 0.9, "stop_token_ids": [2, 9]}, {"min_tokens": 8}]
+
+
+# Of 90 combinations those that have every two values together.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "heads",
-    [[{}], [{"layers": (0, 2)}, {"layers": (1, 2)}], [{"dtype": torch.float16, "row_bytes": 4 * HIDDEN}]],
-    ids=["one", "two", "narrower"],
+    ("heads", "limits", "kind", "scheduling"), covering(HEADS, LIMITS, KINDS, [False, True]), indirect=["scheduling"]
 )
-@pytest.mark.parametrize(
-    "limits", [{}, {"num_blocks": 9}, {"max_prefill_rows": 2}, {"max_num_seqs": 2}, {"draft_deadline_s": 0.0005}]
-)
-@pytest.mark.parametrize("kind", [{"k": 1}, {"temperature": 0.9, "stop_token_ids": [2, 9]}, {"min_tokens": 8}])
 def test_whatever_happens_to_requests_features_match_their_rows(target, sources, heads, limits, kind):
     own = Served(target, **limits)
     for head in heads:
         own.connect_with(lambda step: [5 + step.step_id % 7, 6, 7], **head)
     made = [own.submit(prompt, max_tokens=30 - 3 * i) for i, prompt in enumerate(PROMPTS)]
     made += [own.submit(prompt, max_tokens=20 + i, **kind) for i, prompt in enumerate(PROMPTS)]
-    own.engine.start()
-    for one in made:
-        own.tokens(one)
-    own.engine.stop()
+    own.run(*made)
     assert sources
 
 

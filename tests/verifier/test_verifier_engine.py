@@ -28,11 +28,6 @@ REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
-
-
 @pytest.fixture
 def served(target: Target) -> Iterator[Served]:
     own = Served(target)
@@ -74,9 +69,7 @@ def test_an_answer_without_drafts_keeps_no_step_waiting(target, monkeypatch):
     stream = own.connect()
     stream.on_send = on_send
     one = own.submit([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     with_drafts = [seconds for has_drafts, seconds in computed_s if has_drafts]
     assert counted == with_drafts[: len(counted)]  # the last answer may come when the request has ended
     assert len(with_drafts) - 1 <= len(counted) < len(computed_s) - 1
@@ -95,9 +88,7 @@ def test_the_drafter_has_a_step_before_its_output_is_delivered(target, monkeypat
     stream.on_send = on_send
     for observe in ("observe_first", "observe_next"):  # each is called once a step, as its output is delivered
         monkeypatch.setattr(own.engine.metrics, observe, lambda *_: order.append("delivered"))
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert order == ["sent", "delivered"] * one.verify_steps + ["delivered"]
 
 

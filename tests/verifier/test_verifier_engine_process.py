@@ -7,14 +7,14 @@ import multiprocessing
 import pickle
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 from service_scene import MAX_TOKENS, WAIT_S, EngineThread, make_host, outputs_of, request, served
+from waiting import wait_for
 
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, QueueFullError, ServerError
 from draftwire.contract.retry import retry_after_s
@@ -227,13 +227,6 @@ def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
     tokens = [[token for message in messages for token in message.token_ids] for messages in output.values()]
     assert tokens == 10 * [tokens[0]]
     assert sum(message.ByteSize() for messages in output.values() for message in messages) > 10 * 4096
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def is_whole(messages: list[pb.GenerateResponse]) -> bool:

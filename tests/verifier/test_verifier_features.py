@@ -44,9 +44,7 @@ def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.Mo
     target = make_target()
     expected, served = (Served(target, num_blocks=4) for _ in range(2))
     expected_stream, stream = expected.connect(), served.connect()
-    expected.engine.start()
-    expected.tokens(expected.submit(PROMPT))
-    expected.engine.stop()
+    expected.run(expected.submit(PROMPT))
     served.engine.start()
     served.tokens(served.submit(BEFORE))
     store = stores[-1]

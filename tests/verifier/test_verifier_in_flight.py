@@ -14,16 +14,10 @@ from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import generate_pb2
 from verifier_service.drafters import session as draft_session
 from verifier_service.engine.step import Stage, Step
-from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 
 STEP_S = 0.05
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 def on_launch(own: Served, act: Callable[[Any], object]) -> None:
@@ -56,9 +50,7 @@ def test_no_row_without_features_is_sent(target, prompt):
 
     on_launch(own, act)
     one = own.submit([1 + i % 7 for i in range(prompt)], max_tokens=12)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert empty == []
 
 
@@ -89,9 +81,7 @@ def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
     stream = own.connect()
     stream.on_send = lambda _: None
     one = own.submit(max_tokens=12)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -138,9 +128,7 @@ def test_one_missed_deadline_costs_one_step_without_drafts(target):
     stream.on_send = on_send
     on_launch(own, act)
     one = own.submit(max_tokens=40)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert drafts[1:-1].count(0) == 1, drafts
     causes = Counter({generate_pb2.FallbackCause.Name(c.cause): c.tokens for c in own.engine.counters().fallbacks})
     assert causes["FALLBACK_CAUSE_LATE"] == 1, causes

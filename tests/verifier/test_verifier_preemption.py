@@ -25,11 +25,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
-
-
 def outputs(
     target: Target, config: dict[str, Any], options: dict[str, Any], num_blocks: int, prefix_caching: bool
 ) -> tuple[Any, int]:
@@ -40,9 +35,7 @@ def outputs(
         own.submit(prompt, keys=100 * i, max_tokens=CONTEXT - len(prompt), **options)
         for i, prompt in enumerate(PROMPTS)
     ]
-    own.engine.start()
-    tokens = [own.tokens(one) for one in requests]
-    own.engine.stop()
+    tokens = own.run(*requests)
     assert stream.failure is None
     if options.get("k") != 0:
         assert all(sum(one.drafted) > 0 for one in requests)

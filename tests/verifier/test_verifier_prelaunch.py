@@ -8,14 +8,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from drafting_scene import CPU, answer_to, make_request
-from engine_scene import WAIT_S, K, Served, make_target
+from engine_scene import WAIT_S, K, Served
 from grammar_scene import END, matcher_of
+from waiting import wait_for
 
 from draftwire.transport import TensorSender
 from draftwire.transport.host_segment import HostSegment
@@ -31,11 +31,6 @@ from verifier_service.pacing import DraftCountPolicy, Limit
 from verifier_service.target.target import Target
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
 
 
 @pytest.fixture(autouse=True)
@@ -103,20 +98,10 @@ class CountingEngine(Served):
         return stream
 
 
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert is_so()
-
-
 def undrafted(target: Target, requests: list[dict[str, Any]]) -> list[list[int]]:
     own = Served(target, max_queue=100)
     made = [own.submit(**{**one, "k": 0}) for one in requests]
-    own.engine.start()
-    tokens = [own.tokens(one) for one in made]
-    own.engine.stop()
-    return tokens
+    return own.run(*made)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +113,7 @@ def test_the_output_is_that_without_drafts(target, limits, kind):
     own = CountingEngine(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"}, **limits)
     own.connect_late()
     made = [own.submit(**one) for one in requests]
-    own.engine.start()
-    assert [own.tokens(one) for one in made] == undrafted(target, requests)
-    own.engine.stop()
+    assert own.run(*made) == undrafted(target, requests)
     assert len(own.sizes) == own.num_released + own.num_dropped
     assert own.num_released > 0 or "draft_deadline_s" in limits
     if not limits:
@@ -191,9 +174,7 @@ def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
     monkeypatch.setattr(Executor, "take_answer", note)
     own.connect_late()
     one = own.submit(max_tokens=40)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert sum(fallback.tokens for fallback in own.engine.counters().fallbacks) == 1  # the last token needs no drafts
     assert (own.num_released, own.num_dropped) == (one.verify_steps - 1, 0)
     assert taken.count(True) == own.num_released
@@ -226,9 +207,7 @@ def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, start
     monkeypatch.setattr(Executor, "take_answer", spoilt)
     own.connect_late()
     made = [own.submit(**one) for one in REQUESTS]
-    own.engine.start()
-    assert [own.tokens(one) for one in made] == undrafted(target, REQUESTS)
-    own.engine.stop()
+    assert own.run(*made) == undrafted(target, REQUESTS)
     assert started[:3] == [True, True, starts]
     assert len(own.sizes) == own.num_released + own.num_dropped
     assert own.engine.kv_cache_usage == 0.0
@@ -274,9 +253,7 @@ def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, w
     stream.is_local, stream.on_send = True, on_send
     stream.sender = TensorSender(CPU, HostSegment.unshared(1 << 20, CPU))
     made = [own.submit(**{**one, **kind}) for one in REQUESTS]
-    own.engine.start()
-    found = [own.tokens(one) for one in made]
-    own.engine.stop()
+    found = own.run(*made)
     steps.put(None)
     if not kind:
         assert found == undrafted(target, REQUESTS)
@@ -294,7 +271,7 @@ def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(target):
     gone = weakref.ref(stream)
     one = own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.sizes)
+    wait_for(lambda: own.sizes)
     own.engine.post(Disconnected(stream))
     del stream
     own.tokens(one)
@@ -309,9 +286,7 @@ def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
     own = CountingEngine(target)
     own.connect_late(lambda _: [5, 6, 7][:count])
     made = [own.submit(**one) for one in REQUESTS]
-    own.engine.start()
-    assert [own.tokens(one) for one in made] == undrafted(target, REQUESTS)
-    own.engine.stop()
+    assert own.run(*made) == undrafted(target, REQUESTS)
     assert own.num_released > 0
 
 
@@ -323,7 +298,7 @@ def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatc
     waiting = own.submit(max_tokens=20)
     own.engine.start()
     own.next(waiting)
-    wait_until(lambda: own.sizes)
+    wait_for(lambda: own.sizes)
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
     assert (own.num_released, own.num_dropped) == (0, 1)  # and not launched again
     own.engine.stop()
@@ -369,7 +344,7 @@ def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
     stream.on_send = lambda _: None
     gone = own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.sizes)
+    wait_for(lambda: own.sizes)
     own.engine.cancel(gone)
     began = time.monotonic()
     assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
@@ -405,7 +380,7 @@ def test_a_prelaunched_step_does_not_outlive_the_engine(target):
     stream.on_send = lambda _: None
     own.submit(max_tokens=20)
     own.engine.start()
-    wait_until(lambda: own.sizes)
+    wait_for(lambda: own.sizes)
     own.engine.stop()
     assert (len(own.sizes), own.num_released, own.num_dropped) == (1, 0, 1)
 
@@ -420,9 +395,7 @@ def test_a_cancelled_request_leaves_the_waiting_step_alone(target):
         return [5, 6, 7]
 
     own.connect_late(drafts_for)
-    own.engine.start()
-    assert own.tokens(other) == undrafted(target, [{"prompt": [2, 7], "max_tokens": 40}])[0]
-    own.engine.stop()
+    assert own.run(other) == [undrafted(target, [{"prompt": [2, 7], "max_tokens": 40}])[0]]
     assert own.num_dropped == 0
     assert own.sizes == sorted(own.sizes, reverse=True)
     assert set(own.sizes) == {1, 2}
@@ -432,7 +405,5 @@ def test_a_cancelled_request_leaves_the_waiting_step_alone(target):
 def test_nothing_is_prelaunched_without_async_scheduling(target):
     own = CountingEngine(target, async_scheduling=False)
     own.connect_late()
-    own.engine.start()
-    own.tokens(own.submit())
-    own.engine.stop()
+    own.run(own.submit())
     assert own.sizes == []

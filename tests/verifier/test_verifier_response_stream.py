@@ -11,17 +11,17 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from engine_scene import make_target
+from serving import serving
 
 from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.errors import ServerError
 from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service.api import response_stream as unread_module
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.response_stream import MAX_MESSAGES, ResponseStream
-from verifier_service.api.service import GenerationServicer
 from verifier_service.core.request import Request
 from verifier_service.engine.engine import EngineLimits
 from verifier_service.host.access import InProcessEngine, Submission
@@ -115,16 +115,8 @@ async def served() -> AsyncIterator[tuple[RequestHandler, EngineHost, str]]:
     config = speculative_config_from_mapping({})
     host = EngineHost(make_target(), config, limits, [], LOOPBACK)
     handler = RequestHandler(InProcessEngine(host), None, config, lambda: None)
-    server = grpc.aio.server()
-    add_GenerationServicer_to_server(GenerationServicer(handler), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await handler.start()
-    await server.start()
-    try:
-        yield handler, host, f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-        await handler.stop()
+    async with serving(handler) as address:
+        yield handler, host, address
 
 
 def request() -> pb.GenerateRequest:

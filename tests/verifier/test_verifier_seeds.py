@@ -26,18 +26,11 @@ BLOCK = {"rejection_sample_method": "block"}
 COUPLED = {"rejection_sample_method": "coupled"}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
-
-
 def outputs(own: Served, **options: Any) -> tuple[list[list[int]], list[Request]]:
     """The tokens of all seeded requests at once, and the requests."""
     options = {"max_tokens": LENGTH, "temperature": 0.9, **options}
     made = [own.submit(prompt, keys=100 * i, seed=i, **options) for i, prompt in enumerate(PROMPTS)]
-    own.engine.start()
-    tokens = [own.tokens(one) for one in made]
-    own.engine.stop()
+    tokens = own.run(*made)
     return tokens, made
 
 

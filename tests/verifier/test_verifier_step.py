@@ -35,8 +35,6 @@ def test_the_steps_of_an_engine_are_all_committed_in_order():
     for stage in (Stage.RELEASED, Stage.SAMPLED, Stage.COMMITTED, Stage.ABANDONED):
         own.on_stage(stage, lambda step: stages.setdefault(step, []).append(step.stage))
     one = own.submit(k=0, max_tokens=10)
-    own.engine.start()
-    own.tokens(one)
-    own.engine.stop()
+    own.run(one)
     assert len(stages) >= 10
     assert all(seen == [Stage.RELEASED, Stage.SAMPLED, Stage.COMMITTED] for seen in stages.values())

@@ -23,11 +23,6 @@ REGEX = r"(\{\"[abc]{1,4}\":[012]{1,3}(,[ab]+){0,6}\}){2,9}"
 PROMPTS = [[(3 * i + j * j) % VOCAB for j in range(1 + 3 * i)] for i in range(6)]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return make_target()
-
-
 def structured(prompt: list[int], output: dict[str, Any], *, max_tokens: int = 30, **options: Any) -> Request:
     """A request whose output ends with the token END."""
     request = make_request(prompt, max_tokens=max_tokens, stop_token_ids=[END], **options)
@@ -47,9 +42,7 @@ def outputs(target: Target, *, drafts: bool, limits: dict[str, Any] | None = Non
         if i % 2:
             made.grammar = None
         requests.append(own.submit_made(made))
-    own.engine.start()
-    found = [own.tokens(one) for one in requests]
-    own.engine.stop()
+    found = own.run(*requests)
     return found, requests, own
 
 
