@@ -184,6 +184,18 @@ def test_sampling_options_outside_are_refused_by_name(options, message):
     assert caught.value.field.startswith("sampling_params.")
 
 
+def test_every_sampling_parameter_with_a_range_is_tried():
+    ranged = {
+        field.name
+        for field in pb.SamplingParams.DESCRIPTOR.fields
+        if any(
+            field.GetOptions().Extensions[pb.limits].HasField(name)
+            for name in ("min", "max", "max_items", "max_bytes")
+        )
+    }
+    assert ranged <= {name for options, _ in BAD_SAMPLING for name in options}
+
+
 def test_unset_sampling_parameters_take_their_defaults():
     resolved = resolve_sampling_params(pb.SamplingParams())
     assert resolved == SAMPLING_DEFAULTS

@@ -10,8 +10,9 @@ import pytest
 import torch
 from harness import OK, Rows, Text, draft_alone
 from served import LIMITS, ServedDrafter, hello, serve_drafter, set_field, step_message
-from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, wait_until
+from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
+from waiting import wait_for
 
 from draftwire.contract.validation import DENSE, GUMBEL, TOP_N
 from draftwire.contract.version import PROTOCOL_VERSION
@@ -107,8 +108,13 @@ class TestHandshake:
         assert code == INVALID_ARGUMENT
         assert field in text
 
-    def test_the_first_message_must_be_the_hello(self, drafter: ServedDrafter) -> None:
-        code, text = drafter.refusal(step_message(1))
+    @pytest.mark.parametrize("first", [[pb.DraftRequest(step=step_message(1))], [pb.DraftRequest()], []])
+    def test_the_first_message_must_be_the_hello(self, drafter: ServedDrafter, first: list[pb.DraftRequest]) -> None:
+        stream = drafter.stream()
+        for request in first:
+            stream.send_request(request)
+        stream.end()
+        code, text = stream.error()
         assert (code, "hello" in text) == (INVALID_ARGUMENT, True)
 
     def test_more_sessions_than_allowed(self, drafter: ServedDrafter) -> None:
@@ -215,7 +221,7 @@ class TestMalformedMessages:
         assert text.startswith(f"{field} = ")
         drafts = other.ask(step_message(1, [Rows(1, Text(1), 0, 9, 4)], [1])).drafts
         assert tokens_of(drafts) == draft_alone(head, Text(1), 9, 4).tokens
-        wait_until(lambda: drafter.engine.load.sessions == 1)
+        wait_for(lambda: drafter.engine.load.sessions == 1)
 
     def test_a_second_hello_ends_the_stream(self, drafter: ServedDrafter) -> None:
         stream = drafter.connect()

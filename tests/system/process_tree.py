@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services import wait_for
+from waiting import wait_for
 
 from draftwire_bench.processes import ServiceProcess
 

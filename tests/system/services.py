@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from addresses import free_address
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.client import Completion
@@ -19,18 +19,8 @@ from draftwire_bench.processes import ServiceProcess, start_drafter, start_verif
 from models import load_reference
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-# How long a test waits for what must come; no test depends on how soon it does.
-PATIENCE_S = 60.0
 # Scores nearer to each other than this are within rounding: verifying and decoding are products of different shapes.
 ROUNDING = 2e-4
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
-    """Polls until `condition` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
 
 
 def drafter_status(client: Client, address: str) -> pb.DrafterStatus:

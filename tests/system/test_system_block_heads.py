@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from addresses import free_address
-from services import crowd, drafter_status, wait_for, wait_for_drafter
+from services import crowd, drafter_status, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
+from draftwire.v1 import generate_pb2
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("block_heads")
@@ -63,6 +65,11 @@ class Processes:
         self.running[name] = start_drafter(self._heads[name], self._target, *options, *dummy, log_path=log)
         wait_for_drafter(self.client, self.addresses[name])
 
+    def kill(self, name: str) -> None:
+        """Kills a drafter and waits until the verifier has seen it."""
+        self.running.pop(name).kill()
+        wait_for_drafter(self.client, self.addresses[name], generate_pb2.DRAFTER_STATE_CONNECTING)
+
     def drafted(self, name: str) -> int:
         """Drafts of a drafter that were verified."""
         return drafter_status(self.client, self.addresses[name]).drafted
@@ -73,14 +80,23 @@ class Processes:
             process.kill()
 
 
-@pytest.fixture
-def processes(shelf, tmp_path: Path) -> Iterator[Processes]:
-    head = tmp_path / "dspark"
+@pytest.fixture(scope="module")
+def verifier(shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    directory = tmp_path_factory.mktemp("block-heads")
+    head = directory / "dspark"
     head.mkdir()
     (head / "config.json").write_text(json.dumps(DSPARK), encoding="utf-8")
-    running = Processes(shelf.target("llama"), {"eagle": shelf.head("llama", "good"), "dspark": head}, tmp_path)
+    running = Processes(shelf.target("llama"), {"eagle": shelf.head("llama", "good"), "dspark": head}, directory)
     yield running
     running.stop()
+
+
+@pytest.fixture
+def processes(verifier: Processes) -> Iterator[Processes]:
+    """A verifier whose drafters do not run yet."""
+    yield verifier
+    for name in list(verifier.running):
+        verifier.kill(name)
 
 
 @pytest.fixture
@@ -104,7 +120,7 @@ def test_greedy_output_with_a_dspark_head(processes: Processes, calls) -> None:
         assert min(sum(completion.statistics.drafted) for completion in completions) > 0
     without = crowd(processes.client, [(prompt, {**options, "num_speculative_tokens": 0}) for prompt, options in asked])
     assert tokens(without) == expected
-    processes.running["dspark"].kill()
+    processes.kill("dspark")
     assert tokens(crowd(processes.client, asked)) == expected
     processes.start("dspark")
     before = processes.drafted("dspark")
@@ -121,7 +137,7 @@ def test_a_dspark_head_replaces_an_eagle_head_without_downtime(processes: Proces
     with ThreadPoolExecutor(1) as one:
         running = one.submit(crowd, processes.client, 6 * asked)
         wait_for(lambda: running.done() or min(map(processes.drafted, ("eagle", "dspark"))) > 0, "drafts of both heads")
-        processes.running["eagle"].send_signal(signal.SIGTERM)
+        processes.running.pop("eagle").send_signal(signal.SIGTERM)
         assert tokens(running.result()) == 6 * expected
     before = processes.drafted("dspark")
     assert before > 0

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import pytest
 from addresses import free_address
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from services import DEMO, crowd, drafted_share, drafter_status, wait_for, wait_for_drafter
+from services import DEMO, crowd, drafted_share, drafter_status, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.contract.client_security import LOOPBACK, open_channel

@@ -1,4 +1,4 @@
-"""A verifier whose engine has a process of its own: it answers as one without, and the two processes end together."""
+"""A verifier whose engine has a process answers as one without; its processes, and a split target's, end together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ PROMPT = [5, 6, 7]
 # Long enough to run when a process is ended, on any machine.
 LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
 OPTIONS = ("--device", "cpu", "--metrics-listen", "127.0.0.1:0", "--draft-deadline-ms", "off", "--no-adaptive-k")
-ENDED = ("asked to end", "engine killed", "engine hangs", "front killed")
+# How verifiers are ended, by their further options.
+SPLIT = ("--tensor-parallel-size", "2")
+ENDED = {
+    "asked to end": ("--engine-process", *SPLIT),
+    "engine killed": ("--engine-process",),
+    "engine hangs": ("--engine-process",),
+    "front killed": ("--engine-process", *SPLIT),
+    "rank killed": SPLIT,
+}
 # More processes start at once than a small machine has cores.
 START_TIMEOUT_S = 240.0
 
@@ -55,11 +63,10 @@ def verifiers(drafter) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
 
 @pytest.fixture(scope="module")
 def ending(shelf) -> Iterator[dict[str, ServiceProcess]]:
-    """Verifiers to be ended, started side by side; that whose front is killed has a split target too."""
+    """Verifiers to be ended, started side by side."""
 
     def start(how: str) -> ServiceProcess:
-        ranks = ("--tensor-parallel-size", "2") if how == "front killed" else ()
-        options = ("--device", "cpu", "--kv-cache-tokens", "1024", "--engine-process", *ranks)
+        options = ("--device", "cpu", "--kv-cache-tokens", "1024", *ENDED[how])
         return start_verifier(shelf.target("random_llama"), [], *options, timeout_s=START_TIMEOUT_S)
 
     with ThreadPoolExecutor() as pool:
@@ -125,14 +132,15 @@ def test_the_verifier_reports_its_engine_and_counts_its_work(verifiers, drafter)
     assert in_one == in_two
 
 
-def test_asked_to_end_both_finish_what_runs(ending):
+def test_asked_to_end_all_finish_what_runs(ending):
     process = ending["asked to end"]
-    with all_ending(process) as engine, Client(process.address) as client:
+    with all_ending(process), Client(process.address) as client:
         output = client.generate(PROMPT, **LONG)
         chunks = [next(output)]
         # As a service manager, or a terminal, that signals every process of the service.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(engine, number)
+        for child in filter(is_spawned, descendants(process.pid)):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(child, number)
         process.send_signal(signal.SIGTERM)
         chunks += output
     assert sum(len(chunk.token_ids) for chunk in chunks) == LONG["max_tokens"]
@@ -166,6 +174,19 @@ def test_a_killed_engine_ends_its_requests_and_the_verifier(ending):
     assert "Error: the engine or a rank of the target failed; the log says why" in process.log_text()
 
 
+def test_a_killed_rank_ends_the_verifier_and_the_log_names_it(ending):
+    process = ending["rank killed"]
+    with all_ending(process) as rank, Client(process.address) as client:
+        output = client.generate(PROMPT, **LONG)
+        next(output)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(RequestError):
+            list(output)
+    assert process.wait(30) == 1
+    expected = f"rank 1 of 2 (process {rank}) ended with status -9, and the verifier with it"
+    assert expected in process.log_text()
+
+
 def test_an_engine_that_hangs_is_killed_when_it_is_to_end(ending):
     process = ending["engine hangs"]
     with all_ending(process) as engine:
@@ -197,10 +218,9 @@ def test_a_killed_front_leaves_no_process(ending):
             1,
             "Error: metrics_listen = '192.0.2.1:1': cannot be bound",
         ),
-        (("--listen", "192.0.2.1:1", "--insecure"), 1, "Error: listen = '192.0.2.1:1': cannot be bound"),
         (("--tensor-parallel-size", "3"), 2, "Error: tensor_parallel_size = 3: must divide"),
     ],
-    ids=["checkpoint", "metrics", "address", "split"],
+    ids=["checkpoint", "metrics", "split"],
 )
 def test_a_failed_start_is_reported_as_without_the_process(shelf, options, status, message):
     given = ("--target", str(shelf.target("random_llama")), "--listen", "127.0.0.1:0", "--device", "cpu", *options)

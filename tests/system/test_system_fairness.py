@@ -11,7 +11,8 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from services import acceptance_rate, crowd, drafter_status, wait_for, wait_for_drafter
+from services import acceptance_rate, crowd, drafter_status, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client, Completion
 from draftwire_bench.processes import start_drafter, start_verifier

@@ -10,14 +10,8 @@ from collections.abc import Callable
 import grpc
 import pytest
 from addresses import free_address
-from services import (
-    Pair,
-    crowd,
-    drafted_share,
-    drafter_status,
-    wait_for,
-    wait_for_drafter,
-)
+from services import Pair, crowd, drafted_share, drafter_status, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.client import Completion

@@ -10,18 +10,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from services import Continuation, crowd, drafted_share, drafter_status, wait_for, wait_for_drafter
+from services import Continuation, crowd, drafted_share, drafter_status, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.client import Completion
 from draftwire.contract.addresses import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from draftwire.contract.errors import DraftwireError
-from draftwire.contract.version import PROTOCOL_VERSION
-from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
-from draftwire_kernels import NOISE_VERSION
-from models import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
 
 pytestmark = pytest.mark.xdist_group("limits")
 
@@ -69,23 +66,6 @@ def refusal(call: grpc.Call) -> tuple[grpc.StatusCode, str]:
     return caught.value.code(), caught.value.details()
 
 
-def hello(max_sequences: int) -> draft_pb2.DraftRequest:
-    return draft_pb2.DraftRequest(
-        hello=draft_pb2.VerifierHello(
-            protocol_version=PROTOCOL_VERSION,
-            noise_version=NOISE_VERSION,
-            verifier="another",
-            target=draft_pb2.TargetSpec(
-                name="t", vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS, max_model_len=64
-            ),
-            features=draft_pb2.FeatureSpec(layers=(2, 3, 4), width=3 * HIDDEN_SIZE, dtype=draft_pb2.DTYPE_FLOAT32),
-            speculative_config=config_pb2.SpeculativeConfig(num_speculative_tokens=4),
-            max_sequences=max_sequences,
-            carriers=[draft_pb2.CARRIER_BYTES],
-        )
-    )
-
-
 def test_sequences_past_those_of_the_drafter_go_without_drafts(limited):
     assert len(limited.greedy) > MAX_NUM_SEQS
     assert 0 < drafted_share(limited.generate(limited.client)) < 0.9
@@ -94,18 +74,6 @@ def test_sequences_past_those_of_the_drafter_go_without_drafts(limited):
         page = response.read().decode()
     counted = re.search(r'^draftwire_fallback_tokens_total\{cause="at_capacity",.*\} (\S+)$', page, re.MULTILINE)
     assert float(counted[1]) > 0
-
-
-def test_a_verifier_is_told_the_limits_of_the_drafter(limited):
-    with grpc.insecure_channel(limited.drafter.address) as channel:
-        draft = draft_pb2_grpc.DraftingStub(channel).Draft
-        code, text = refusal(draft(iter([hello(MAX_NUM_SEQS + 1)])))
-        assert code == grpc.StatusCode.FAILED_PRECONDITION
-        assert f"max_sequences: the verifier has {MAX_NUM_SEQS + 1}, the drafter allows 1 to {MAX_NUM_SEQS}" in text
-        code, text = refusal(draft(iter([hello(MAX_NUM_SEQS)])))
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert text == "max_sessions = 1: as many verifiers are already connected"
-    limited.generate(limited.client)
 
 
 def test_a_message_past_the_limit_is_refused_unread(limited):

@@ -10,7 +10,8 @@ import pytest
 from addresses import free_address
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from services import DEMO, wait_for, wait_for_drafter
+from services import DEMO, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire_bench.processes import start_drafter, start_verifier

@@ -13,7 +13,8 @@ import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from services import DEMO, wait_for, wait_for_drafter
+from services import DEMO, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.v1 import config_pb2, generate_pb2, generate_pb2_grpc

@@ -18,8 +18,9 @@ import grpc
 import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from services import DEMO, PATIENCE_S, drafter_status, wait_for, wait_for_drafter
+from services import DEMO, drafter_status, wait_for_drafter
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+from waiting import PATIENCE_S, wait_for
 
 from draftwire import Client
 from draftwire.contract.client_security import ClientSecurity, open_channel
@@ -105,6 +106,17 @@ def running(secrets: Path) -> Iterator[Stack]:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running(make_secrets(tmp_path_factory.mktemp("security") / "first")) as stack:
         yield stack
+
+
+@pytest.fixture(scope="module")
+def renewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Path, Path]]:
+    """Services whose files are replaced, the files of before, and others."""
+    directory = tmp_path_factory.mktemp("renewed")
+    old, new = make_secrets(directory / "old"), make_secrets(directory / "new")
+    served = directory / "served"
+    shutil.copytree(old, served)
+    with running(served) as stack:
+        yield stack, old, new
 
 
 def is_let_in(address: str, security: ClientSecurity) -> bool:
@@ -240,45 +252,46 @@ def certificates(secrets: Path) -> list[Path]:
     return [secrets / f"{name}{end}" for name in CERTIFICATES for end in (".pem", ".key")]
 
 
-def test_certificates_are_replaced_while_the_services_run(tmp_path):
-    old, new = make_secrets(tmp_path / "old"), make_secrets(tmp_path / "new")
-    served = tmp_path / "served"
-    shutil.copytree(old, served)
-    with running(served) as stack:
-        pages, peers = stack.pages(), {"verifier": ("ca", "client"), "drafter": ("drafter-ca", "drafter-client")}
+def test_certificates_are_replaced_while_the_services_run(renewed):
+    stack, old, new = renewed
+    served = stack.secrets
+    pages, peers = stack.pages(), {"verifier": ("ca", "client"), "drafter": ("drafter-ca", "drafter-client")}
 
-        def let_in(shown: Path, trusted: Path) -> set[str]:
-            """Where somebody with a certificate of one directory, who trusts the authorities of another, is let in."""
-            found = set()
-            for name, (authority, certificate) in peers.items():
-                security = replace(peer(shown, authority, certificate), ca=trusted / f"{authority}.pem")
-                found |= {name} if is_let_in(stack.services[name].address, security) else set()
-                found |= {f"{name}'s metrics"} if is_scraped(pages[name], security) else set()
-            return found
+    def let_in(shown: Path, trusted: Path) -> set[str]:
+        """Where somebody with a certificate of one directory, who trusts the authorities of another, is let in."""
+        found = set()
+        for name, (authority, certificate) in peers.items():
+            security = replace(peer(shown, authority, certificate), ca=trusted / f"{authority}.pem")
+            found |= {name} if is_let_in(stack.services[name].address, security) else set()
+            found |= {f"{name}'s metrics"} if is_scraped(pages[name], security) else set()
+        return found
 
-        every = {"drafter", "drafter's metrics", "verifier", "verifier's metrics"}
-        assert (let_in(old, old), let_in(new, old)) == (every, set())
-        write(served, *authorities(old), *authorities(new))
-        assert (let_in(old, old), let_in(new, old)) == (every, every)
-        write(served, *certificates(new))
-        assert (let_in(old, new), let_in(new, new), let_in(new, old)) == (every, every, set())
-        write(served, *authorities(new))
-        assert (let_in(old, new), let_in(new, new)) == (set(), every)
-        with Client(stack.verifier.address, stack.security("ca", "client")) as client:
-            done = client.complete("import os\n", temperature=0.0, max_tokens=24, ignore_eos=True)
-        assert sum(done.statistics.drafted) > 0
+    every = {"drafter", "drafter's metrics", "verifier", "verifier's metrics"}
+    assert (let_in(old, old), let_in(new, old)) == (every, set())
+    write(served, *authorities(old), *authorities(new))
+    assert (let_in(old, old), let_in(new, old)) == (every, every)
+    write(served, *certificates(new))
+    assert (let_in(old, new), let_in(new, new), let_in(new, old)) == (every, every, set())
+    write(served, *authorities(new))
+    assert (let_in(old, new), let_in(new, new)) == (set(), every)
+    with Client(stack.verifier.address, stack.security("ca", "client")) as client:
+        done = client.complete("import os\n", temperature=0.0, max_tokens=24, ignore_eos=True)
+    assert sum(done.statistics.drafted) > 0
 
 
-def test_a_verifier_returns_to_a_drafter_with_the_current_files(tmp_path):
-    served, new = make_secrets(tmp_path / "served"), make_secrets(tmp_path / "new")
-    with running(served) as stack, Client(stack.verifier.address, stack.security("ca", "client")) as client:
+def test_a_verifier_returns_to_a_drafter_with_the_current_files(renewed, tmp_path):
+    stack, new = renewed[0], make_secrets(tmp_path / "new")
+    served, refused = stack.secrets, "CERTIFICATE_VERIFY_FAILED"
+    num_refused = stack.verifier.log_text().count(refused)
+    with Client(stack.verifier.address, stack.security("ca", "client")) as client:
         stack.drafter.kill()
         wait_for_drafter(client, stack.drafter.address, pb.DRAFTER_STATE_CONNECTING)
         # It has no file of before, and the verifier is not restarted.
         with start_the_drafter(new, "--listen", stack.drafter.address):
             files = [new / name for name in ("drafter-ca.pem", "drafter-client.pem", "drafter-client.key")]
             write(served, *files[1:])
-            wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in stack.verifier.log_text(), "the drafter is not trusted")
+            log_text = stack.verifier.log_text
+            wait_for(lambda: log_text().count(refused) > num_refused, "the drafter is not trusted")
             assert drafter_status(client, stack.drafter.address).state == pb.DRAFTER_STATE_CONNECTING
             write(served, files[0])
             wait_for_drafter(client, stack.drafter.address)

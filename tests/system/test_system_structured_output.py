@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 import pytest
-from services import Pair, wait_for
+from services import Pair
+from waiting import wait_for
 
 from draftwire.client import AsyncClient, Completion
 from draftwire.contract.errors import InvalidArgumentError, RequestError

@@ -19,7 +19,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
-from services import DEMO, wait_for, wait_for_drafter
+from services import DEMO, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
 from draftwire.contract.errors import InvalidArgumentError

@@ -13,19 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from model_configs import write_config
-from services import Pair, acceptance_rate, drafter_status, wait_for, wait_for_drafter
+from services import Pair, acceptance_rate, drafter_status, wait_for_drafter
+from waiting import wait_for
 
 from draftwire import Client
-from draftwire.contract.addresses import MAX_REQUEST_BYTES
 from draftwire.contract.errors import QueueFullError
-from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.v1 import config_pb2 as config
-from draftwire.v1 import draft_pb2, draft_pb2_grpc
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
 from draftwire_bench.processes import start_drafter, start_verifier
-from draftwire_kernels import NOISE_VERSION
-from models import CONTEXT, HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE
+from models import CONTEXT, VOCAB_SIZE
 
 pytestmark = pytest.mark.xdist_group("llama")
 NAN, INF = float("nan"), float("inf")
@@ -53,12 +50,6 @@ def generation(llama) -> Iterator[pb_grpc.GenerationStub]:
         yield pb_grpc.GenerationStub(channel)
 
 
-@pytest.fixture
-def drafting(llama) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(llama.drafter_address) as channel:
-        yield channel
-
-
 def refusal(call) -> tuple[grpc.StatusCode, str]:
     """Status and message of a call that must fail."""
     with pytest.raises(grpc.RpcError) as caught:
@@ -70,39 +61,14 @@ def tokens_request(ids=(1, 2, 3), **options) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), **options)
 
 
+# One value out of each kind of limit; tests/contract/test_validation.py tries every parameter.
 SAMPLING = [
-    ({"temperature": -0.5}, "temperature = -0.5: allowed range [0, inf)"),
     ({"temperature": NAN}, "temperature = nan: allowed range [0, inf)"),
-    ({"temperature": INF}, "temperature = inf: allowed range [0, inf)"),
-    ({"top_k": 2**31}, "top_k = 2147483648: allowed range [0, 2147483647]"),
-    ({"top_p": 0.0}, "top_p = 0.0: allowed range (0, 1]"),
-    ({"top_p": 1.5}, "top_p = 1.5: allowed range (0, 1]"),
-    ({"top_p": NAN}, "top_p = nan: allowed range (0, 1]"),
-    ({"min_p": -0.1}, "min_p = -0.1: allowed range [0, 1]"),
-    ({"min_p": 1.1}, "min_p = 1.1: allowed range [0, 1]"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0: allowed range (0, inf)"),
-    ({"repetition_penalty": INF}, "repetition_penalty = inf: allowed range (0, inf)"),
-    ({"presence_penalty": 2.5}, "presence_penalty = 2.5: allowed range [-2, 2]"),
-    ({"frequency_penalty": -2.5}, "frequency_penalty = -2.5: allowed range [-2, 2]"),
-    ({"logit_bias": {5: 101.0}}, "logit_bias = 101.0: allowed range [-100, 100]"),
-    ({"logit_bias": {5: NAN}}, "logit_bias = nan: allowed range [-100, 100]"),
-    ({"logit_bias": {VOCAB_SIZE: 1.0}}, f"logit_bias = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})"),
-    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias = 1025 entries: at most 1024 entries"),
-    ({"max_tokens": 0}, "max_tokens = 0: allowed range [1, 2147483647]"),
-    ({"max_tokens": 2**31}, "max_tokens = 2147483648: allowed range [1, 2147483647]"),
     ({"max_tokens": 4, "min_tokens": 5}, "min_tokens = 5: allowed range [0, max_tokens = 4]"),
-    ({"stop": [""]}, "stop = '': allowed length 1 to 1024 bytes, got 0"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias = 101.0: allowed range [-100, 100]"),
+    ({"logit_bias": {VOCAB_SIZE: 1.0}}, f"logit_bias = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})"),
     ({"stop": ["é" * 513]}, "allowed length 1 to 1024 bytes, got 1026"),
-    ({"stop": ["x"] * 17}, "stop = 17 entries: at most 16 entries"),
-    (
-        {"stop_token_ids": [VOCAB_SIZE]},
-        f"stop_token_ids = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})",
-    ),
-    ({"stop_token_ids": [1] * 129}, "stop_token_ids = 129 entries: at most 128 entries"),
-    ({"logprobs": 21}, "logprobs = 21: allowed range [0, 20]"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs = 21: allowed range [0, 20]"),
-    ({"allowed_token_ids": [1] * 262145}, "allowed_token_ids = 262145 entries: at most 262144 entries"),
-    ({"bad_words": ["a"] * 65}, "bad_words = 65 entries: at most 64 entries"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, f"stop_token_ids = {VOCAB_SIZE}: token ids must be in [0, {VOCAB_SIZE})"),
     ({"bad_word_ids": [config.TokenSequence(ids=[1])] * 129}, "bad_word_ids = 129 entries: at most 128 entries"),
 ]
 
@@ -114,18 +80,6 @@ def test_sampling_parameters_out_of_range_are_named(serving, generation):  # noq
         assert code == grpc.StatusCode.INVALID_ARGUMENT, options
         assert details.startswith("sampling_params."), options
         assert message in details
-
-
-def test_every_sampling_parameter_with_a_range_is_tried():
-    ranged = {
-        field.name
-        for field in config.SamplingParams.DESCRIPTOR.fields
-        if any(
-            field.GetOptions().Extensions[config.limits].HasField(name)
-            for name in ("min", "max", "max_items", "max_bytes")
-        )
-    }
-    assert ranged <= {name for options, _ in SAMPLING for name in options}
 
 
 REQUESTS = [
@@ -165,60 +119,10 @@ def test_wrong_requests_are_told_what_is_allowed(serving, generation):  # noqa: 
         assert message in details
 
 
-def test_a_message_beyond_the_limit_is_refused_unread(serving, generation):  # noqa: ARG001
-    code, details = refusal(generation.Generate(pb.GenerateRequest(text="x" * MAX_REQUEST_BYTES)))
-    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "larger than max" in details
-
-
 def test_longest_prompt_is_served(serving, generation):  # noqa: ARG001
     responses = list(generation.Generate(tokens_request([5] * (CONTEXT - 1))))
     assert sum(len(response.token_ids) for response in responses) == 1
     assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
-
-
-def hello(**changes) -> draft_pb2.DraftRequest:
-    """A hello that fits the drafter, with changes to the target."""
-    target = {"name": "t", "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS}
-    return draft_pb2.DraftRequest(
-        hello=draft_pb2.VerifierHello(
-            protocol_version=PROTOCOL_VERSION,
-            noise_version=NOISE_VERSION,
-            verifier="test",
-            target=draft_pb2.TargetSpec(**{**target, "max_model_len": CONTEXT, **changes}),
-            features=draft_pb2.FeatureSpec(layers=(2, 3, 4), width=3 * HIDDEN_SIZE, dtype=draft_pb2.DTYPE_FLOAT32),
-            speculative_config=config.SpeculativeConfig(num_speculative_tokens=4),
-            max_sequences=4,
-            carriers=[draft_pb2.CARRIER_BYTES],
-        )
-    )
-
-
-def test_draft_stream_that_begins_wrong_is_refused(serving, drafting):  # noqa: ARG001
-    draft = draft_pb2_grpc.DraftingStub(drafting).Draft
-    for first in (draft_pb2.DraftRequest(), draft_pb2.DraftRequest(step=draft_pb2.DraftStep(step_id=1))):
-        code, details = refusal(draft(iter([first])))
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert "hello" in details
-    code, details = refusal(draft(iter([])))
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-
-
-@pytest.mark.parametrize(("field", "value", "own"), [("vocab_size", 999, VOCAB_SIZE), ("hidden_size", 8, HIDDEN_SIZE)])
-def test_verifier_of_another_target_is_refused_with_both_values(serving, drafting, field, value, own):  # noqa: ARG001
-    code, details = refusal(draft_pb2_grpc.DraftingStub(drafting).Draft(iter([hello(**{field: value})])))
-    assert code == grpc.StatusCode.FAILED_PRECONDITION
-    assert field in details
-    assert str(value) in details
-    assert str(own) in details
-
-
-def test_malformed_step_ends_its_stream_alone(serving, drafting):  # noqa: ARG001
-    call = draft_pb2_grpc.DraftingStub(drafting).Draft(
-        iter([hello(), draft_pb2.DraftRequest(step=draft_pb2.DraftStep(step_id=1, sequence_ids=[1], num_rows=[1, 2]))])
-    )
-    assert next(call).WhichOneof("message") == "hello"
-    assert refusal(call)[0] == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_bytes_that_are_no_message_fail_alone(serving):
