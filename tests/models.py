@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from training.eagle3 import Eagle3Head, feature_layers
+from training.export import exported_weights
 from training.layers import HeadShape
 
 VOCAB_SIZE = 300
@@ -213,7 +214,8 @@ def _write_head(name: str, target_name: str, target_dir: Path, directory: Path) 
         **shape.as_dict(),
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    save_file({key: value.contiguous() for key, value in head.state_dict().items()}, directory / "model.safetensors")
+    weights = {key: value.contiguous() for key, value in exported_weights(head).items()}
+    save_file(weights, directory / "model.safetensors")
 
 
 def prompts_of(target_name: str) -> list[list[int]]:

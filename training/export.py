@@ -38,7 +38,7 @@ def export_eagle3(head: Eagle3Head, layers: list[int], directory: Path, end: int
 
     A head with the target's whole vocabulary is written without lm_head.
     """
-    state, shape = _folded(head), head.shape
+    state, shape = exported_weights(head), head.shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -74,10 +74,10 @@ def export_dspark(head: DSparkHead, layers: list[int], target_layers: int, direc
         "target_layer_ids": layers,
         "use_sliding_window": False,
     }
-    _write(config, _folded(head), directory)
+    _write(config, exported_weights(head), directory)
 
 
-def _folded(head: Eagle3Head | DSparkHead) -> dict[str, Tensor]:
+def exported_weights(head: Eagle3Head | DSparkHead) -> dict[str, Tensor]:
     """Return the head's weights with the scale of the states folded into `fc`."""
     state = dict(head.state_dict())
     state["fc.weight"] = head.fc.folded()
