@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import covering
 from drafting_scene import answer_to
-from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
+from engine_scene import HIDDEN, K, Served, scheduling  # noqa: F401
 
 from draftwire.transport import TensorReceiver, TensorSender
 from draftwire.transport.host_segment import HostSegment

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_scene import RecordedStream, answer_to, make_head, rows_of, tokens_of
-from engine_scene import HIDDEN, NUM_LAYERS, WAIT_S, K, Served, make_target, scheduling  # noqa: F401
+from engine_scene import HIDDEN, NUM_LAYERS, WAIT_S, K, Served, scheduling  # noqa: F401
 from tiny_targets import VOCAB
 
 from draftwire.model.kv_cache import BLOCK_SIZE

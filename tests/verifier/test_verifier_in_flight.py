@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_scene import HIDDEN, K, Served, make_target, scheduling  # noqa: F401
+from engine_scene import HIDDEN, K, Served, scheduling  # noqa: F401
 
 from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import generate_pb2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_scene import Served, make_target, scheduling  # noqa: F401
+from engine_scene import Served, scheduling  # noqa: F401
 from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.model.block_pool import blocks_for

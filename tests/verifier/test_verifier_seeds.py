@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_scene import K, Served, make_target, scheduling  # noqa: F401
+from engine_scene import K, Served, scheduling  # noqa: F401
 from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.model.block_pool import blocks_for

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from drafting_scene import make_request
-from engine_scene import Served, make_target, scheduling  # noqa: F401
+from engine_scene import Served, scheduling  # noqa: F401
 from grammar_scene import END, matcher_of, text_of
 from tiny_targets import CONTEXT, VOCAB
 
