@@ -49,7 +49,7 @@ def follow(host: str, port: str, parent: int) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Start the child process, then become smg."""
     host, _, port = sys.argv[1].rpartition(":")
     parent = os.getpid()
     if os.fork() == 0:

@@ -9,9 +9,9 @@ from drafter_service.heads import load_head
 from drafter_service.heads.spec import DraftContext, Rows
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 from training.dspark import DSparkHead, target_layers
+from training.export import exported_weights
 from training.families import DSpark, Sizes
-from training.layers import Fusion, HeadShape
-from training.objectives import survival_weights
+from training.layers import HeadShape
 from training.target import Target
 
 ANCHOR, SIZE = 11, 4
@@ -79,16 +79,12 @@ def test_blocks_do_not_see_each_other_nor_what_follows() -> None:
 
 
 def test_the_exported_head_has_the_scale_of_the_channels() -> None:
-    fusion, states = Fusion(6, 3), torch.randn(50, 6) * torch.tensor([1.0, 300.0, 0.1, 2.0, 5.0, 40.0])
-    fusion.measure(states)
-    assert torch.allclose((states / fusion.scale).square().mean(0), torch.ones(6))
-    torch.testing.assert_close(fusion(states), states @ fusion.folded().T)
-
-
-def test_slots_weigh_what_they_bring() -> None:
-    accepts = torch.tensor([0.5, 0.4, 0.2], requires_grad=True)
-    accepts.cumprod(0).sum().backward()
-    torch.testing.assert_close(survival_weights(accepts.detach()), accepts.grad)
+    head = DSparkHead(HeadShape(50, 32, 48, 2, 4, 2, 8), 6, SIZE, 4, mask_token=0)
+    states = torch.randn(50, 6) * torch.tensor([1.0, 300.0, 0.1, 2.0, 5.0, 40.0])
+    head.fc.measure(states)
+    scaled = states / states.square().mean(0).sqrt()
+    torch.testing.assert_close(head.fc(states), scaled @ head.fc.weight.T)
+    torch.testing.assert_close(exported_weights(head)["fc.weight"] @ states.T, head.fc.weight @ scaled.T)
 
 
 def test_target_layers_are_spread_evenly() -> None:

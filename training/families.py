@@ -12,7 +12,7 @@ from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
 from training.export import export_dspark, export_eagle3, load_weights
 from training.layers import shape_of
-from training.losses import DSPARK, Mixture, Terms
+from training.losses import Terms
 from training.objectives import DSparkObjective, Eagle3Objective, Objective
 from training.target import Target
 
@@ -23,9 +23,6 @@ class Sizes:
 
     Attributes:
         draft_layers, intermediate_size, block_size, markov_rank: Sizes of a DSpark head.
-        soft: DSpark: weight of the cross entropy to the target's distribution; if not 0, it replaces the cross
-            entropy to the tokens.
-        by_survival: DSpark: weigh each slot by `survival_weights`.
         anchors: DSpark: blocks per conversation in training.
         draft_vocab_size: EAGLE-3: number of tokens, the target's most frequent ones; None for the target's whole
             vocabulary and lm_head.
@@ -36,8 +33,6 @@ class Sizes:
     intermediate_size: int = 640
     block_size: int = 7
     markov_rank: int = 32
-    soft: float = 0.0
-    by_survival: bool = False
     anchors: int = 128
     draft_vocab_size: int | None = None
     steps: int = 7
@@ -109,9 +104,7 @@ class DSpark:
 
     def __init__(self, target: Target, sizes: Sizes, end: int, mask_token: int) -> None:
         config = target.config
-        shape = shape_of(
-            config, num_hidden_layers=sizes.draft_layers, intermediate_size=sizes.intermediate_size
-        )
+        shape = shape_of(config, num_hidden_layers=sizes.draft_layers, intermediate_size=sizes.intermediate_size)
         self.target, self.sizes, self.end = target, sizes, end
         self.layers = dspark.target_layers(config.num_hidden_layers, 4)
         width = len(self.layers) * config.hidden_size
@@ -123,16 +116,7 @@ class DSpark:
         self.head.fc.measure(self.target.states(conversations[0][0], entered)[0][:, 1:])
 
     def objective(self, terms: Terms) -> Objective:
-        mixture = Mixture(token=0.0, soft=self.sizes.soft, distance=0.9) if self.sizes.soft else DSPARK
-        return DSparkObjective(
-            self.target,
-            self.head,
-            self.layers,
-            self.sizes.anchors,
-            terms,
-            mixture,
-            by_survival=self.sizes.by_survival,
-        )
+        return DSparkObjective(self.target, self.head, self.layers, self.sizes.anchors, terms)
 
     def export(self, directory: Path) -> None:
         export_dspark(self.head, self.layers, self.target.config.num_hidden_layers, directory, self.end)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
-from training.losses import DSPARK, EAGLE3, Mixture, Rows, Terms, distil
+from training.losses import DSPARK, EAGLE3, Rows, Terms, distil
 from training.target import Target
 
 STEP_DECAY = 0.8  # EAGLE-3: weight of a draft step relative to the preceding step
@@ -91,22 +91,12 @@ class DSparkObjective:
 
     The loss of slot k is 0.1 cross entropy + 0.9 |q - p| + cross entropy between confidence and acceptance
     1 - |q - p| / 2, with the weight exp(-(k - 1) / 4). A slot counts if all tokens from its anchor to its own are
-    answer tokens. With `by_survival` the weights of the first two terms are `survival_weights` of the confidences.
+    answer tokens.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        head: DSparkHead,
-        layers: list[int],
-        anchors: int,
-        terms: Terms,
-        mixture: Mixture = DSPARK,
-        *,
-        by_survival: bool = False,
-    ) -> None:
+    def __init__(self, target: Target, head: DSparkHead, layers: list[int], anchors: int, terms: Terms) -> None:
         self.target, self.head, self.anchors, self.terms = target, head, anchors, terms
-        self.layers, self.mixture, self.by_survival = layers, mixture, by_survival
+        self.layers = layers
 
     def loss(self, tokens: Tensor, own: Tensor) -> Report:
         size = self.head.block_size
@@ -123,37 +113,20 @@ class DSparkObjective:
         counted = (answered[batch, places + 1] & usable.gather(1, anchors)[..., None]).float().cumprod(-1)
         weights = counted * torch.exp(-offsets / SLOT_DECAY)
         weights = weights / weights.sum().clamp_min(1e-9)
-        slots = weights
-        if self.by_survival:
-            slots = counted * survival_weights(block.confidence.detach().float().sigmoid() * counted)
-            slots = slots / slots.sum().clamp_min(1e-9)
         rows = Rows(
             block.hidden.flatten(0, 2),
             block.latent.flatten(0, 2),
             F.pad(final, (0, 0, 0, size))[batch, places].flatten(0, 2),
             padded[batch, places + 1].flatten(),
-            slots.flatten(),
+            weights.flatten(),
         )
         markov = self.head.markov_head.markov_w2.weight
-        loss, accept, hit = distil(rows, self.target.output, markov, self.target.output, self.mixture, self.terms)
+        loss, accept, hit = distil(rows, self.target.output, markov, self.target.output, DSPARK, self.terms)
         sure = block.confidence.float().flatten()
-        confidence = F.binary_cross_entropy_with_logits(sure, accept.clamp(0, 1), weights.flatten(), reduction="sum")
+        confidence = F.binary_cross_entropy_with_logits(sure, accept.clamp(0, 1), rows.weights, reduction="sum")
         by_slot = counted.flatten(0, 1)
         hits, accepts = (_means(values.view(-1, size), by_slot) for values in (hit, accept))
         return Report(loss + confidence, hits, accepts)
-
-
-def survival_weights(accepts: Tensor) -> Tensor:
-    """Return the derivative of a block's expected length by each slot's acceptance, [..., block_size].
-
-    The expected number of accepted drafts is the sum of a_1 ... a_k over k. Its derivative by a_k is
-    a_1 ... a_{k-1} (1 + a_{k+1} + a_{k+1} a_{k+2} + ...).
-    """
-    before = torch.cat([torch.ones_like(accepts[..., :1]), accepts[..., :-1]], dim=-1).cumprod(-1)
-    after = torch.ones_like(accepts)
-    for slot in range(accepts.shape[-1] - 2, -1, -1):
-        after[..., slot] = 1 + accepts[..., slot + 1] * after[..., slot + 1]
-    return before * after
 
 
 def expected_length(accepts: Tensor) -> float:

@@ -101,8 +101,6 @@ def parse_arguments() -> argparse.Namespace:
     defaults = Sizes()
     training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark: layers")
     training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: MLP size")
-    training.add_argument("--soft", type=float, default=defaults.soft, help="DSpark: see training/README.md")
-    training.add_argument("--by-survival", action="store_true", help="DSpark: see training/README.md")
     training.add_argument("--block-size", type=int, default=defaults.block_size, help="DSpark: drafts per block")
     training.add_argument("--markov-rank", type=int, default=defaults.markov_rank, help="DSpark: Markov head's rank")
     training.add_argument("--anchors", type=int, default=defaults.anchors, help="DSpark: blocks per conversation")

@@ -1,4 +1,4 @@
-"""Checks which of transformers' causal language models the verifier serves, and whether the logits are transformers'.
+"""Checks which causal language models of transformers the verifier serves, and compares the logits with transformers.
 
     python -m draftwire_bench.served_targets --json served-targets.json
     python -m draftwire_bench.served_targets --device cuda:0 --processes 10 --json served-targets-gpu.json

@@ -15,8 +15,8 @@ from verifier_service.grammar.translation import GrammarSource
 from verifier_service.grammar.vocabulary import Vocabulary
 
 ALL = np.int32(-1)
-# A mask takes some 10 us, a complex grammar's 100 us. More threads than needed make a step's masks take longer, and one
-# of them may have no core when it is needed.
+# The masks of 32 requests with 4 drafts take 1.3 ms with 1 thread, 1.5 with 4 and 2.0 with 16 (16 cores). Masks of
+# complex grammars take up to 90 us each, so 1 thread would be slower for them.
 MASK_THREADS = 4
 
 
@@ -136,9 +136,8 @@ class Matcher:
         if self._num_ends > 0 or self.error is not None:
             rows[:] = self._ends
             return
-        if is_complete.any():
-            for place in np.flatnonzero(is_complete):
-                rows[place, self._end_words] |= self._ends[self._end_words]
+        for place in np.flatnonzero(is_complete):
+            rows[place, self._end_words] |= self._ends[self._end_words]
         if drafts and drafts[-1] in self._end_ids:
             rows[-1] = self._ends
         for row in range(min(len(rows), self._min_tokens - self.num_tokens)):

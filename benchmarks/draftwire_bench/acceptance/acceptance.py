@@ -142,7 +142,7 @@ class Cell:
                 position.forms[name] += values[:, j][mask].sum().item()
 
     def _is_same(self, rows: StepRows, was_accepted: Tensor, is_reached: Tensor) -> Tensor:
-        """Return whether the recomputed drafts are consistent with the accepted ones, [S].
+        """Return for each sequence whether its recomputed drafts agree with the served tokens, [S].
 
         An accepted draft is the served token. A rejected draft is not, because the token sampled after a rejection
         excludes it, except in block verification.

@@ -54,7 +54,7 @@ TIMEOUT_S = 60.0
 
 
 class Way(NamedTuple):
-    """The carrier of a tensor's elements, and whether the message is sent through the ring or the stream."""
+    """How a message travels: the carrier of its tensor, and the ring (`is_direct`) or the gRPC stream."""
 
     carrier: pb.Carrier
     is_direct: bool
@@ -228,7 +228,7 @@ class _Stream:
         self._last_step = 0
 
     def use(self, shared: SharedSegments, hello: pb.DrafterHello) -> bool:
-        """Use the rendezvous' segments; return whether they support the way."""
+        """Use the shared segments; return False if the carrier or the ring of this way is not available."""
         self._sender = TensorSender(self._device, shared.outgoing)
         if shared.channel is not None:
             self._channel = shared.channel
