@@ -222,9 +222,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
 @click.option("--target", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b")
 @click.option("--head", "head_dir", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b-eagle3")
 @click.option("--drafts", default=4, show_default=True, help="Drafts per sequence and step.")
-def main(
-    json_path: Path | None, batches: str, context: int, target: Path, head_dir: Path, drafts: int
-) -> None:
+def main(json_path: Path | None, batches: str, context: int, target: Path, head_dir: Path, drafts: int) -> None:
     """Measure and print tables."""
     console = Console(width=130)
     device = torch.device("cuda:0")

@@ -232,9 +232,7 @@ def find_parting(request: int, tokens: tuple[int, ...], reference: Reference) ->
             logits = reference.logits[place]
             best, second = logits.topk(2).values.tolist()
             ulp = 2.0 ** (math.frexp(best)[1] - BFLOAT16_DIGITS)
-            return Parting(
-                request, place, token, expected, (best - float(logits[token])) / ulp, (best - second) / ulp
-            )
+            return Parting(request, place, token, expected, (best - float(logits[token])) / ulp, (best - second) / ulp)
     if len(tokens) != len(reference.tokens):
         raise click.ClickException(f"request {request}: {len(tokens)} tokens, {len(reference.tokens)} of transformers")
     return None

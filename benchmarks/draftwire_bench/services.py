@@ -56,9 +56,7 @@ def drafter_process(options: PairOptions) -> ServiceProcess:
 def verifier_process(options: PairOptions, drafters: Sequence[str], speculative_config: str) -> ServiceProcess:
     """Start a verifier of the pair with the drafters at these addresses."""
     arguments = [*options.shared(options.verifier_device), *NO_DEADLINE, "--speculative-config", speculative_config]
-    return start_verifier(
-        options.target, drafters, *arguments, *options.verifier_arguments, timeout_s=START_TIMEOUT_S
-    )
+    return start_verifier(options.target, drafters, *arguments, *options.verifier_arguments, timeout_s=START_TIMEOUT_S)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from verifier_service.core.tokenizer import has_tokenizer
 SCHEMA = {"type": "array", "minItems": 100000, "items": {"type": "string"}}
 SYNTHETIC = '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
-JSON_PIECES = ['{"', '":', '",', '"}', '},', '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]
+JSON_PIECES = ['{"', '":', '",', '"}', "},", '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:

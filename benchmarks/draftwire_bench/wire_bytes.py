@@ -96,9 +96,7 @@ def _configs(given: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         return [(name, dict(config)) for name, config in METHODS.items()]
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
     return [
-        (name, dict(config) | synthetic)
-        for name, config in METHODS.items()
-        if "rejection_sample_method" not in config
+        (name, dict(config) | synthetic) for name, config in METHODS.items() if "rejection_sample_method" not in config
     ]
 
 

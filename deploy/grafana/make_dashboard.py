@@ -144,8 +144,7 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             (
                 "{{content}} {{direction}} by {{carrier}}",
-                "sum by (carrier, direction, content) "
-                f'(rate(draftwire_wire_bytes_total{{job="verifier"}}{WINDOW}))',
+                f'sum by (carrier, direction, content) (rate(draftwire_wire_bytes_total{{job="verifier"}}{WINDOW}))',
             )
         ],
     ),

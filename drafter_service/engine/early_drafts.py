@@ -189,9 +189,7 @@ class EarlyDrafts:
         self._begun = EarlyBatch(session, step, began, launched)
         if launched.num_drafts == step.num_drafts:  # else the shared memory has no room for all drafts
             confidences = session.terms.mode.confidences
-            step.show(
-                self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts, confidences=confidences)
-            )
+            step.show(self._loop.drafts_on_device(launched.num_sequences, launched.num_drafts, confidences=confidences))
 
     def _drop_prepared(self) -> None:
         """Drop the prepared step, because its sequences change."""

@@ -259,9 +259,7 @@ class DraftEngine:
             self._row_feed.run(tokens.astype(np.int64), positions, states, rows)
             self._loop.keep_blocks(*upload((slots, table.blocks[slots]), self.device))
 
-    def _draft(
-        self, mode: SamplingMode, parts: list[StepRows], began: float, meanwhile: Callable[[], None]
-    ) -> None:
+    def _draft(self, mode: SamplingMode, parts: list[StepRows], began: float, meanwhile: Callable[[], None]) -> None:
         """Draft after the last rows of sequences of one mode, and add the drafts to their steps' answers."""
         found = self.early.claim(parts)
         if found is not None:

@@ -73,8 +73,7 @@ class ConfidenceHead:
         self._linear = Linear(source, ["confidence_head.proj"], [1], width, bias=True)
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor:
-        """Return the probabilities [N] float32 of a slot's states [N, hidden] and `MarkovHead.embed` [N, r], if used.
-        """
+        """Return probabilities [N] float32 from a slot's states [N, hidden] and, if used, `MarkovHead.embed` [N, r]."""
         if self._with_markov:
             assert embedded is not None
             hidden = torch.cat((hidden, embedded), -1)

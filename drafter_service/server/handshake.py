@@ -121,7 +121,6 @@ def _carrier_name(carrier: int) -> str:
 
 
 def _word(enum: EnumDescriptor, number: int) -> str:
-    """Return the name of an enum value without its prefix in lower case, such as `float32`; an unknown number as text.
-    """
+    """Return the lower-case name of an enum value without its prefix, such as `float32`; an unknown number as text."""
     value = enum.values_by_number.get(number)
     return value.name.partition("_")[2].lower() if value else str(number)

@@ -70,9 +70,7 @@ class KVCache:
         num_tokens: Positions available to sequences.
     """
 
-    def __init__(
-        self, layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layer_shapes: LayerShapes, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         slots = num_blocks * BLOCK_SIZE
         self.token_bytes = token_bytes(layer_shapes, dtype)
         self.num_tokens = slots - BLOCK_SIZE  # without the padding block

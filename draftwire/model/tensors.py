@@ -111,9 +111,7 @@ def _checked_data(message: pb.Tensor, name: str, size: int) -> bytes:
     return data
 
 
-def check_tensor(
-    message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]
-) -> tuple[int, ...]:
+def check_tensor(message: pb.Tensor, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> tuple[int, ...]:
     """Return the shape of a tensor of any carrier; parameters and errors as of `decode_tensor`."""
     if DTYPES.get(message.dtype) != dtype:
         raise InvalidArgumentError(f"{name}.dtype", message.dtype, f"must be {WIRE_DTYPES[dtype]} ({dtype})")

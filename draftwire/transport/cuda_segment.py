@@ -40,9 +40,7 @@ class CudaSegment(Segment):
         self.memory = tensor_at(address, size, device)
 
     @classmethod
-    def create(
-        cls, size: int, device: torch.device, driver: CudaDriver | None = None
-    ) -> tuple[CudaSegment, list[int]]:
+    def create(cls, size: int, device: torch.device, driver: CudaDriver | None = None) -> tuple[CudaSegment, list[int]]:
         """Create the segment; its file descriptor is the driver's."""
         driver = driver or cuda_driver()
         with contextlib.ExitStack() as on_failure:

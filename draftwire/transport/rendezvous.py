@@ -245,9 +245,7 @@ def _attach(connection: socket.socket, carriers: Sequence[pb.Carrier], device: t
     raise TimeoutError(f"no segment within {TIMEOUT_S:g} s")
 
 
-def _map(
-    offer: pb.SegmentOffer, fds: Sequence[int], carriers: Sequence[pb.Carrier], device: torch.device
-) -> Segment:
+def _map(offer: pb.SegmentOffer, fds: Sequence[int], carriers: Sequence[pb.Carrier], device: torch.device) -> Segment:
     if offer.carrier not in carriers:
         raise SegmentError(f"carrier {offer.carrier}: not allowed here")
     segment = attach_segment(offer.carrier, fds, offer.size, device)

@@ -46,8 +46,7 @@ class _Ring:
     """One end of one direction."""
 
     def __init__(self, segment: Segment, number: int) -> None:
-        """`number` is 0 for the ring from verifier to drafter, 1 for the other. SegmentError if `segment` is too small.
-        """
+        """`number`: 0 for the ring from verifier to drafter, else 1. Raises SegmentError if `segment` is too small."""
         whole = (segment.size - _FIRST) // 2 // ALIGNMENT * ALIGNMENT
         self.segment = segment
         self._begin = _FIRST + number * whole + ALIGNMENT  # of the records, in the segment

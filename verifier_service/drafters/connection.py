@@ -244,9 +244,7 @@ class DrafterLink:
             fusion = _fusions.setdefault(key, fusion)  # another link may have stored the fusion first
         return fusion
 
-    async def _open(
-        self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
-    ) -> Stream:
+    async def _open(self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None) -> Stream:
         """Exchange the hellos, and return the stream with its shared memory."""
         hello = self._handshake.hello(info, fusion)
         sharing: asyncio.Future[SharedSegments] | None = None

@@ -92,9 +92,7 @@ class Handshake:
                 f"verifier width {width} of dtypes {[WIRE_DTYPES[dtype] for dtype in FEATURE_DTYPES]}"
             )
 
-    def hello(
-        self, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None
-    ) -> draft_pb2.VerifierHello:
+    def hello(self, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None) -> draft_pb2.VerifierHello:
         """Return the verifier's hello to a drafter with this description."""
         target = self._target
         features = draft_pb2.FeatureSpec(

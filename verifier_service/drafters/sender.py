@@ -143,9 +143,7 @@ class StepSender:
         num_asked = sum(drafts > 0 for drafts in rows.num_drafts)
         most = max(rows.num_drafts, default=0)
         step_s = self._waits.step_s
-        message = session.pace.send(
-            sent, num_bytes, num_rows, most, num_asked, step_s=step_s, has_backlog=has_backlog
-        )
+        message = session.pace.send(sent, num_bytes, num_rows, most, num_asked, step_s=step_s, has_backlog=has_backlog)
         session.unanswered[session.step_id] = message
         for binding, drafts in zip(rows.bindings, rows.num_drafts, strict=True):
             if drafts > 0:
@@ -239,9 +237,7 @@ class StepSender:
         step.opened.request_ids.append(request.request_id)
         if is_exporting():
             step.opened.traceparents.append(request.traceparent)
-        logged = fields(
-            request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id
-        )
+        logged = fields(request_id=request.request_id, drafter=session.stream.address, sequence_id=binding.sequence_id)
         logger.debug("sequence opened", extra=logged)
 
 

@@ -194,9 +194,7 @@ class Stream:
         """Return whether the next step may be announced."""
         return self._channel is not None and self._channel.takes_numbers and self.is_direct_next
 
-    def announce(
-        self, message: draft_pb2.Announce, numbers: torch.Tensor, features: Outgoing
-    ) -> AnnouncedStep | None:
+    def announce(self, message: draft_pb2.Announce, numbers: torch.Tensor, features: Outgoing) -> AnnouncedStep | None:
         """Announce a step, and let the current CUDA stream write its `numbers` for the drafter.
 
         Returns:
@@ -208,9 +206,7 @@ class Stream:
             features.take_back()
             return None
         self._last_announced = message.announced_id
-        return AnnouncedStep(
-            message.announced_id, message.num_drafts, len(message.sequence_ids), self.head.confidences
-        )
+        return AnnouncedStep(message.announced_id, message.num_drafts, len(message.sequence_ids), self.head.confidences)
 
     def has_early_drafts(self, announced: AnnouncedStep) -> bool:
         """Return whether the drafts of an announced step have been written."""

@@ -207,9 +207,7 @@ def _check_drafts(timelines: Sequence[Timeline], k: int, output_tokens: int) -> 
         raise BenchmarkError("the verifier accepts drafts synthetically, independent of the head")
 
 
-def evaluate(
-    models: Models, method: Method, temperature: float, k: int, continuations: Sequence[Continuation]
-) -> Cell:
+def evaluate(models: Models, method: Method, temperature: float, k: int, continuations: Sequence[Continuation]) -> Cell:
     """Return measured acceptance and closed forms over the same steps."""
     cell = Cell(method, temperature, k, continuations=len(continuations))
     for rows in models.recompute(continuations, config_of(method, k), temperature):

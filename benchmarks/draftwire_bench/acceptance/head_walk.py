@@ -47,9 +47,7 @@ class HeadWalk:
         head.enter(Rows(self._tokens, positions, batch), self._states, self._cache)
         self._first_rows = torch.tensor([0, *counts[:-1]], device=device).cumsum(0)
 
-    def draft(
-        self, members: Sequence[int], last: Tensor, temperature: float, keys: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, members: Sequence[int], last: Tensor, temperature: float, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return draft logits [S, k, V_draft] and drafts [S, k] after token `last` [S] of the sequences `members`."""
         at = self._first_rows[torch.tensor(members, device=self._device)] + last - 1
         step = _Step(

@@ -108,7 +108,5 @@ def _forms_table(cells: Sequence[Cell]) -> Table:
     for cell in cells:
         first = cell.positions[0]
         means = [first.forms[name] / max(first.reached, 1) for name in FORMS]
-        table.add_row(
-            cell.method.name, f"{cell.temperature:g}", *(f"{mean:.4f}" for mean in means), cell.method.law
-        )
+        table.add_row(cell.method.name, f"{cell.temperature:g}", *(f"{mean:.4f}" for mean in means), cell.method.law)
     return table

@@ -206,9 +206,7 @@ async def _tick(lags: list[float]) -> None:
         lags.append(time.monotonic() - due)
 
 
-async def _request(
-    stub: GenerationAsyncStub, planned: Planned, metadata: tuple[tuple[str, str], ...]
-) -> Timeline:
+async def _request(stub: GenerationAsyncStub, planned: Planned, metadata: tuple[tuple[str, str], ...]) -> Timeline:
     """Send a request and record its timeline, with little work per message."""
     request = pb.GenerateRequest.FromString(planned.request)
     arrivals: list[float] = []

@@ -108,9 +108,7 @@ def _counters(counters: pb.EngineCounters) -> dict[str, Any]:
 def speed_ups(results: Sequence[LevelResult]) -> list[tuple[LevelResult, float]]:
     """Return each result with drafting on, and its throughput relative to the same level with drafting off."""
     off = {result.level: result for result in results if not result.drafting}
-    return [
-        (on, on.tokens_per_s / off[on.level].tokens_per_s) for on in results if on.drafting and on.level in off
-    ]
+    return [(on, on.tokens_per_s / off[on.level].tokens_per_s) for on in results if on.drafting and on.level in off]
 
 
 def print_report(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult], console: Console) -> None:

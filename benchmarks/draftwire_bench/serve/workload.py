@@ -116,8 +116,7 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
 
 
 def in_slots(requests: Sequence[Planned], level: Level, seed: int) -> list[list[Planned]]:
-    """Return requests as a level sends them: in `concurrency` slots, or one per slot at the times of a Poisson process.
-    """
+    """Return a level's requests: in `concurrency` slots, or one per slot at the times of a Poisson process."""
     if level.concurrency is not None:
         return [list(requests[slot :: level.concurrency]) for slot in range(level.concurrency)]
     assert level.request_rate is not None

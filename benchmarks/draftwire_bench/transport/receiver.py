@@ -29,8 +29,7 @@ def pattern(num_elements: int) -> torch.Tensor:
 
 
 def serve(connection: Connection, device: torch.device) -> None:
-    """Serve streams; send the port over the connection first, and the arrival times of each stream's steps at its end.
-    """
+    """Serve streams; send the port over the connection first, then the arrival times of each stream's steps."""
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(connection, device))
 

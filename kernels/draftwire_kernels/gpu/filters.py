@@ -298,9 +298,7 @@ def filter_kernel(
     top_p = tl.load(parameters + 3 * num_rows + row)
     threshold = tl.full([], -INFINITY, tl.float32)
     if (temperature > 0) & ((log_min_p > -INFINITY) | (top_k > 0) | (top_p < 1)):
-        threshold = _threshold(
-            logits, filtered, vocab, temperature, log_min_p, top_k, top_p, TURNS, THREADS, VECTOR
-        )
+        threshold = _threshold(logits, filtered, vocab, temperature, log_min_p, top_k, top_p, TURNS, THREADS, VECTOR)
     for start in range(0, vocab, TURNS * THREADS * VECTOR):
         x, column = _tile(logits, start, vocab, TURNS, THREADS, VECTOR)
         kept = tl.where(x.to(tl.float32) < threshold, -INFINITY, x.to(tl.float32))

@@ -279,8 +279,7 @@ def _draft_group(draft: Draft, chosen: Tuning) -> int:
 
 
 def _sizes(cu_rows: Tensor) -> list[int]:
-    """Return the rows of each request; synchronises if `cu_rows` is on the device, which is not possible in a capture.
-    """
+    """Return the rows of each request; synchronises if `cu_rows` is on the device, which a capture does not allow."""
     if cu_rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("cu_rows: got a tensor on the device while a CUDA graph is captured, expected one on the CPU")
     return cu_rows.diff().tolist()

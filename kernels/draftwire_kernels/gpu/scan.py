@@ -154,8 +154,7 @@ def scan_groups(
     LINE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Store largest logit and relative mass of the groups of every SPLITS-th tile; masses are invalid at temperature 0.
-    """
+    """Store the largest logit and relative mass of every SPLITS-th tile's groups; no valid mass at temperature 0."""
     num_groups = tl.cdiv(num_columns, GROUP)
     num_tiles = tl.cdiv(num_columns, TILE * GROUP)
     inverse = inverse_of(temperature)

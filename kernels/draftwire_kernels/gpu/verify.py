@@ -248,8 +248,7 @@ def resolve_greedy(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Accept drafts while they are the argmax of their row, and emit an argmax (temperature 0); returns like `resolve`.
-    """
+    """Accept drafts while they are the argmax of their row, and emit an argmax (temperature 0); return as `resolve`."""
     first_row, first_draft, num_drafts = request_rows(batch, request)
     offset = begin + tl.arange(0, ROWS)
     exists = offset < end
