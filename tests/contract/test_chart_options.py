@@ -292,7 +292,7 @@ def test_wrong_values_are_refused_by_name(values, field):
         ({"drafter": {"colocated": True, "autoscaling": {"enabled": True}}}, "must be false with drafter.colocated"),
         ({"verifier": {"service": {"headless": True, "type": "NodePort"}}}, "needs verifier.service.type ClusterIP"),
         ({"verifier": {"service": {"headless": True, "port": 443}}}, "needs verifier.service.port 50051"),
-        ({"verifier": {"grpcRoute": {"enabled": True}}}, "verifier.grpcRoute.parentRefs: name the Gateway"),
+        ({"verifier": {"grpcRoute": {"enabled": True}}}, "verifier.grpcRoute.parentRefs: give the Gateway"),
         (
             {
                 "verifier": {

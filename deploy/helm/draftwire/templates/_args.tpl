@@ -1,4 +1,4 @@
-{{/* Arguments after those of the images, which are the command and --listen. */}}
+{{/* Arguments that follow the images' own, which are the command and --listen. */}}
 
 {{- define "draftwire.drafterArgs" -}}
 - --head=/models/{{ .Values.models.head }}

@@ -1,4 +1,4 @@
-{{/* Values that do not go together, which the schema cannot say clearly. */}}
+{{/* Checks of combinations of values, with clearer errors than the schema's. */}}
 {{- define "draftwire.checks" -}}
 {{- $models := .Values.models -}}
 {{- if $models.download.enabled }}
@@ -24,13 +24,13 @@
     {{- fail (printf "verifier.service.headless: needs verifier.service.type ClusterIP, not %s" $verifier.service.type) }}
   {{- end }}
   {{- if ne (int $verifier.service.port) 50051 }}
-    {{- fail "verifier.service.headless: needs verifier.service.port 50051, for clients connect to the pods themselves" }}
+    {{- fail "verifier.service.headless: needs verifier.service.port 50051, because clients connect to the pods themselves" }}
   {{- end }}
 {{- end }}
 {{- if and .Values.gateway.enabled (or .Values.tls.enabled .Values.tokens.secret) }}
-  {{- fail "gateway.enabled: needs tls.enabled false and tokens.secret empty, for smg calls verifiers in plain text and without tokens" }}
+  {{- fail "gateway.enabled: needs tls.enabled false and tokens.secret empty, because smg calls verifiers in plain text and without tokens" }}
 {{- end }}
 {{- if and $verifier.grpcRoute.enabled (not $verifier.grpcRoute.parentRefs) }}
-  {{- fail "verifier.grpcRoute.parentRefs: name the Gateway, as [{name: gateway, namespace: gateways}]" }}
+  {{- fail "verifier.grpcRoute.parentRefs: give the Gateway, such as [{name: gateway, namespace: gateways}]" }}
 {{- end }}
 {{- end }}

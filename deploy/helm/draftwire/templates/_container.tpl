@@ -31,7 +31,7 @@ ports:
   {{- end }}
 {{- $probe := printf "grpc: {port: %v}" $ports.health }}
 {{- if and (eq .name "drafter") .root.Values.drafter.colocated }}
-# Neither a startup nor a readiness probe, by which the drafter would keep its verifier out of the Service.
+# Without startup and readiness probes, because an unready drafter would exclude its verifier from the Service.
 livenessProbe:
   {{ $probe }}
   initialDelaySeconds: {{ $values.startupTimeoutSeconds }}
@@ -55,7 +55,7 @@ livenessProbe:
 {{- if eq .name "verifier" }}
 lifecycle:
   preStop:
-    # New requests go elsewhere before it stops to take them: the Service's endpoints follow with a delay.
+    # The Service's endpoints change with a delay, so wait until new requests go to other pods.
     exec:
       command: [sleep, "5"]
 {{- end }}
@@ -99,7 +99,7 @@ volumeMounts:
   {{- end }}
 {{- end }}
 
-{{/* Containers that download the models of a pod, before it has others; they alone have the hub's token. */}}
+{{/* Init containers that download the models of a pod; only they have the hub's token. */}}
 {{- define "draftwire.downloads" -}}
 {{- $models := .root.Values.models -}}
 {{- $keys := list "target" -}}

@@ -1,4 +1,4 @@
-{{/* Helpers that belong to one service take a dict: root (the chart's scope) and name (drafter or verifier). */}}
+{{/* Helpers for one service have a dict as argument: root (the chart's scope) and name (drafter or verifier). */}}
 
 {{- define "draftwire.fullname" -}}
 {{ printf "%s-%s" (trunc 50 .root.Release.Name | trimSuffix "-") .name }}
@@ -20,7 +20,7 @@ labels:
   helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
-{{/* Services with pods of their own: a co-located drafter is a container of the verifier's pods. */}}
+{{/* Services with their own pods: a co-located drafter is a container of the verifier's pods. */}}
 {{- define "draftwire.pods" -}}
 {{ if .Values.drafter.colocated }}verifier{{ else }}drafter verifier{{ end }}
 {{- end }}
@@ -36,7 +36,7 @@ labels:
 {{- end }}
 {{- end }}
 
-{{/* The name under which verifiers look drafters up, and which the drafters' certificate must have. */}}
+{{/* The name by which verifiers find drafters, which the drafters' certificate must have. */}}
 {{- define "draftwire.drafters" -}}
 {{- if .Values.drafter.colocated -}}
 127.0.0.1:50052
@@ -55,7 +55,7 @@ labels:
 {{ printf "%s:%s" $image.repository ($image.tag | default .root.Chart.AppVersion) | quote }}
 {{- end }}
 
-{{/* A list of EnvVar of a map of texts and sources. */}}
+{{/* A list of EnvVar from a map of values and sources. */}}
 {{- define "draftwire.env" -}}
 {{- range $name, $value := . }}
 - name: {{ $name }}

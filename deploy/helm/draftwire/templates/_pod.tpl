@@ -15,7 +15,7 @@ spec:
   serviceAccountName: {{ . }}
   {{- end }}
   enableServiceLinks: false
-  # Before the drain the preStop hook, after it the end of the process.
+  # The preStop hook, the drain, and the end of the process.
   terminationGracePeriodSeconds: {{ add $values.drainTimeoutSeconds 15 }}
   securityContext:
     runAsNonRoot: true
