@@ -1,10 +1,10 @@
 #!/bin/sh
-# Everything that the sampling kernels must prove on one GPU, correctness first; some 12 minutes on an H200,
-# most of them to compile each form of the kernels that the tests use.
+# Checks and benchmarks of the sampling kernels on one GPU; about 12 minutes on an H200, mostly to compile the variants
+# of the kernels that the tests use.
 #
-#   benchmarks/kernels_check.sh RESULTS.json [further arguments of `draftwire bench kernels`, as --peer DIR]
+#   benchmarks/kernels_check.sh RESULTS.json [additional arguments of `draftwire bench kernels`, such as --peer DIR]
 #
-# Stops with a nonzero status at the first failure. PYTHON names the interpreter; compute-sanitizer must be on the PATH.
+# Stops with a nonzero status at the first failure. PYTHON is the interpreter; compute-sanitizer must be on the PATH.
 set -eu
 
 cd "$(dirname "$0")/.."
