@@ -64,7 +64,7 @@ def test_truncated_target_ends_the_verifier_with_one_line(shelf, tmp_path):
 def test_missing_weights_end_the_verifier(tmp_path):
     status, line = run_here("verifier", "--target", write_config(tmp_path / "bare"), "--listen", "127.0.0.1:0")
     assert status == 1
-    assert line.startswith(f"Error: {tmp_path / 'bare'}: there are no weights (*.safetensors or *.bin)")
+    assert line.startswith(f"Error: {tmp_path / 'bare'}: there are no weights in *.safetensors or *.bin, ")
 
 
 def test_missing_head_ends_the_drafter_with_one_line(shelf, tmp_path):

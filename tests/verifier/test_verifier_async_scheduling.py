@@ -22,7 +22,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import FutureTokens
 from verifier_service.drafters.draft_wait import DraftWaitPolicy
 from verifier_service.engine.step import Stage, Step
-from verifier_service.pacing import DraftCountPolicy
+from verifier_service.pacing import DraftingPolicy
 from verifier_service.sampling.sampler import TokenSampler
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -290,7 +290,7 @@ def test_future_tokens_fill_their_rows_and_a_missing_one_is_zero():
 
 def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch):
     """Nothing is sent to a drafter that is off, so that steps are launched before the tokens of the one before."""
-    monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(0))
+    monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(0))
     prompts = [[3, 1, 4], [2, 7], [5]]
     expected, _ = run_all(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
     own = Watched(target)

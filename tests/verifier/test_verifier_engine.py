@@ -19,7 +19,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service.drafters import audit, features, placement
 from verifier_service.drafters.stream import Answered, Disconnected
 from verifier_service.engine import executor, outputs
-from verifier_service.pacing import DraftCountPolicy
+from verifier_service.pacing import DraftingPolicy
 from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
@@ -177,7 +177,7 @@ def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypa
     draw = random.Random(0)
 
     monkeypatch.setattr(placement, "MAX_PAUSED_ROWS", 0)
-    monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(draw.randrange(K + 1)))
+    monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(draw.randrange(K + 1)))
     own = Served(target, draft_deadline_s=WAIT_S)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
     own.engine.start()

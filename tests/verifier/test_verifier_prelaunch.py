@@ -27,7 +27,7 @@ from verifier_service.engine import engine as engine_module
 from verifier_service.engine import prelaunch
 from verifier_service.engine.executor import Executor
 from verifier_service.engine.step import Stage, Step
-from verifier_service.pacing import DraftCountPolicy, Limit
+from verifier_service.pacing import DraftingPolicy, Limit
 from verifier_service.target.target import Target
 
 REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
@@ -36,7 +36,7 @@ REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
 @pytest.fixture(autouse=True)
 def one_group(monkeypatch) -> None:
     """All drafts are asked for, and a machine under load gives up none."""
-    monkeypatch.setattr(DraftCountPolicy, "count", lambda policy, _: policy.pin(K))
+    monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(K))
     monkeypatch.setattr(prelaunch, "PATIENCE_S", WAIT_S)
 
 

@@ -86,7 +86,7 @@ def test_simultaneous_requests_lose_little_on_slow_host_and_link(clock, monkeypa
         (64, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 0.93),  # which no drafts are worth
         (64, 5.0e-3, 65e-6, 10e-6, 1.0e-3, 0.93),
         pytest.param(8, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 1.15, marks=KNOWN_LOSS),
-        pytest.param(8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4, marks=KNOWN_LOSS),
+        (8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4),
     ],
 )
 def test_successive_requests_lose_nothing_on_slow_host_and_link(
@@ -104,7 +104,7 @@ def test_successive_requests_lose_nothing_on_slow_host_and_link(
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("trip_s", "feature_row_s", "gain"),
-    [(13e-3, 10e-6, 0.93), (4.8e-3, 10e-6, 1.41), pytest.param(2.4e-3, 65e-6, 1.18, marks=KNOWN_LOSS)],
+    [(13e-3, 10e-6, 0.93), (4.8e-3, 10e-6, 1.3), pytest.param(2.4e-3, 65e-6, 1.18, marks=KNOWN_LOSS)],
 )
 def test_a_stalled_host_does_not_change_how_drafts_look(
     clock, monkeypatch, trip_s, feature_row_s, gain, seed
@@ -172,4 +172,4 @@ def test_a_link_that_narrows_is_not_filled_with_a_backlog(clock, monkeypatch, se
         run_burst()
     costs.trip_s, costs.feature_row_s = 2.8e-3, 65.5e-6
     rates = [run_burst() for _ in range(4)]
-    assert min(rates) > 1.1
+    assert min(rates) > 1.05

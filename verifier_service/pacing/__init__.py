@@ -4,13 +4,13 @@ from verifier_service.pacing.backlog import Backlog
 from verifier_service.pacing.budget import Limit, VerificationBudget, chosen
 from verifier_service.pacing.calibration import Calibration
 from verifier_service.pacing.pace import Message, Pace
-from verifier_service.pacing.policy import DraftCountPolicy, StepCount
+from verifier_service.pacing.policy import DraftingPolicy, StepCount
 from verifier_service.pacing.step_costs import Profile, StepCosts
 
 __all__ = [
     "Backlog",
     "Calibration",
-    "DraftCountPolicy",
+    "DraftingPolicy",
     "Limit",
     "Message",
     "Pace",

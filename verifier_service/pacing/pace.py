@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from draftwire.v1.generate_pb2 import DraftPlan
 from verifier_service.pacing.backlog import Backlog
 from verifier_service.pacing.calibration import Calibration
-from verifier_service.pacing.policy import DraftCountPolicy
+from verifier_service.pacing.policy import DraftingPolicy
 from verifier_service.pacing.step_costs import Profile
 
 # Smoothing of answer times and of their deviations, and number of deviations in a wait, as in TCP (RFC 6298).
@@ -56,7 +56,7 @@ class Pace:
             rates: Conditional acceptance rates of the positions for synthetic acceptance.
         """
         self.calibration = Calibration(max_drafts, rates)
-        self.policy = DraftCountPolicy(max_drafts, self.calibration, profile or Profile(), is_adaptive=is_adaptive)
+        self.policy = DraftingPolicy(max_drafts, self.calibration, profile or Profile(), is_adaptive=is_adaptive)
         self.backlog = Backlog(is_local=is_local)
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._answer_s = math.nan  # smoothed seconds from a message to its drafts
