@@ -97,7 +97,7 @@ def test_a_message_has_the_time_at_which_it_was_written(ends):
     assert begin <= record.written <= end
 
 
-@pytest.mark.parametrize("said", [0, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("value", [0, 2**63, 2**64 - 1])
 def test_a_time_that_lies_is_between_the_last_look_and_now(value):
     rings = HostSegment.unshared(ring_bytes(1, 1), CPU)
     here, there = ends_of(rings)
@@ -238,7 +238,7 @@ def test_skips_without_end_end_the_look():
     assert there.receive() == []
 
 
-@pytest.mark.parametrize("said", [2**64 - 1, 64 * 9, 63])
+@pytest.mark.parametrize("value", [2**64 - 1, 64 * 9, 63])
 def test_a_peer_that_says_it_has_read_what_was_not_sent(value):
     _, reads, here, there = hostile()
     assert here.send(b"12345678")

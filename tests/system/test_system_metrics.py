@@ -55,6 +55,9 @@ VERIFIER = VLLM | SHARED | {
     "draftwire_drafter_sequences": {"drafter"},
     "draftwire_drafter_draft_tokens_total": {"drafter"},
     "draftwire_drafter_accepted_tokens_total": {"drafter"},
+    "draftwire_drafter_offered_tokens_total": {"drafter"},
+    "draftwire_drafter_expected_tokens_total": {"drafter"},
+    "draftwire_verification_budget": set(),
     "draftwire_drafter_planned_drafts": {"drafter"},
     "draftwire_drafter_expected_gain": {"drafter"},
 }

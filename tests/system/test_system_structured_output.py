@@ -33,7 +33,7 @@ TAG = {
     "structures": [{"begin": "<f=add>", "schema": {"type": "object", "maxProperties": 0}, "end": "</f>"}],
     "triggers": ["<f="],
 }
-SLOW = {"type": "integer", "multipleOf": 999983}
+SLOW = {"type": "integer", "multipleOf": 9999991}
 PROMPT = "def answer():\n    return "
 
 
