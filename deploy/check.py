@@ -50,7 +50,7 @@ NUM_CLIENTS = 4
 
 def _make_models(directory: Path) -> None:
     """Write the demo pair, and its head with other weights, readable by the containers' user."""
-    for name, source in (("target", "target"), ("head", "head"), (NEW_HEAD, "head")):
+    for name, source in (("target", "target"), ("eagle3", "eagle3"), (NEW_HEAD, "eagle3")):
         shutil.copytree(DEMO / source, directory / name)
     file = directory / NEW_HEAD / "model.safetensors"
     weights = load_file(file)

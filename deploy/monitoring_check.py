@@ -216,7 +216,7 @@ def main() -> None:
     def drafter() -> Any:
         metrics = f"127.0.0.1:{ports['drafter']}"
         own = ("--listen", listen, "--metrics-listen", metrics, "--device", "cpu", "--log-level", "warning")
-        return start_drafter(DEMO / "head", DEMO / "target", *own)
+        return start_drafter(DEMO / "eagle3", DEMO / "target", *own)
 
     own = ("--metrics-listen", f"127.0.0.1:{ports['verifier']}", "--device", "cpu", "--no-adaptive-k")
     with (

@@ -77,7 +77,7 @@ class Stack:
         self._files = [HERE / "docker-compose.yml"]
         # A busy machine has all the time that it needs to end its requests.
         drain = {"VERIFIER_ARGS": "--drain-timeout 300 --kv-events", "VERIFIER_STOP_GRACE": "310s"}
-        served = {"MODELS": str(models), "TARGET": "target", "HEAD": "head"}
+        served = {"MODELS": str(models), "TARGET": "target", "HEAD": "eagle3"}
         ports = {"VERIFIER_PORTS": PORTS, "GATEWAY_PORT": GATEWAY, "PROMETHEUS_PORT": PROMETHEUS}
         self._environment = {**os.environ, **drain, **served, **ports}
         self.security = LOOPBACK

@@ -42,7 +42,7 @@ SCHEMA = {
 
 @click.command()
 @click.option(
-    "--head", type=click.Path(path_type=Path), default=MODELS / "demo" / "head", help="Directory of the EAGLE head."
+    "--head", type=click.Path(path_type=Path), default=MODELS / "demo" / "eagle3", help="Directory of the EAGLE head."
 )
 @click.option(
     "--target", type=click.Path(path_type=Path), default=MODELS / "demo" / "target", help="Directory of the target."

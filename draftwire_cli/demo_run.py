@@ -50,7 +50,7 @@ PAIRS = {
         MODELS / "smollm2" / "eagle3",
         [[ChatMessage(role="user", content=question)] for question in QUESTIONS],
     ),
-    "tiny": DemoPair(MODELS / "demo" / "target", MODELS / "demo" / "head", PROMPTS),
+    "tiny": DemoPair(MODELS / "demo" / "target", MODELS / "demo" / "eagle3", PROMPTS),
 }
 
 

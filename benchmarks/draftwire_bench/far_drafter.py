@@ -58,7 +58,7 @@ MTU = 9000
 
 @click.command()
 @click.option("--target", default=str(DEMO / "target"), help="By default the demo pair's.")
-@click.option("--head", default=str(DEMO / "head"), help="By default the demo pair's.")
+@click.option("--head", default=str(DEMO / "eagle3"), help="By default the demo pair's.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--drafter-device", help="By default --device.")
 @click.option("--dtype", default="auto", show_default=True)

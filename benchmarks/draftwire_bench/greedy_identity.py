@@ -99,7 +99,7 @@ class Comparison:
 
 @click.command()
 @click.option("--target", default=str(DEMO / "target"), show_default=True, metavar="DIR")
-@click.option("--head", default=str(DEMO / "head"), show_default=True, metavar="DIR")
+@click.option("--head", default=str(DEMO / "eagle3"), show_default=True, metavar="DIR")
 @click.option("--verifier-device", default="cpu", show_default=True)
 @click.option("--drafter-device", default="cpu", show_default=True)
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(GAPS)), help="Of all three.")

@@ -66,7 +66,7 @@ class Run:
 @click.option("--by", type=click.Choice(list(SIGNALS)), default="kill", show_default=True)
 def main(count: int, max_tokens: int, by: str) -> None:
     """Measure and print."""
-    target, head = DEMO / "target", DEMO / "head"
+    target, head = DEMO / "target", DEMO / "eagle3"
     with (
         tempfile.TemporaryDirectory(prefix="draftwire-moved-") as logs,
         start_drafter(head, target, *CPU) as first,

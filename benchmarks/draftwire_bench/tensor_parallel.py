@@ -198,7 +198,7 @@ def _check(device: str, failures: list[str]) -> dict[str, Any]:
 
 def _drafter(device: str) -> ServiceProcess:
     options = ("--device", device, "--dtype", "float32", "--kv-cache-tokens", "16384", "--max-num-seqs", "8")
-    return start_drafter(DEMO / "head", DEMO / "target", *options, timeout_s=START_TIMEOUT_S)
+    return start_drafter(DEMO / "eagle3", DEMO / "target", *options, timeout_s=START_TIMEOUT_S)
 
 
 def _verifier(device: str, size: int, drafter: str) -> ServiceProcess:

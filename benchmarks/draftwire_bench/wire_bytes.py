@@ -59,7 +59,7 @@ PROMPT_TOKENS = 64
 
 @click.command()
 @click.option("--target", default=str(DEMO / "target"), help="By default the demo pair's.")
-@click.option("--head", default=str(DEMO / "head"), help="By default the demo pair's.")
+@click.option("--head", default=str(DEMO / "eagle3"), help="By default the demo pair's.")
 @click.option("--verifier-device", default="cpu", show_default=True)
 @click.option("--drafter-device", default="cpu", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)

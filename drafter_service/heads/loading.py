@@ -42,7 +42,7 @@ def load_head(
         MismatchError: If the head does not fit the target.
 
     Examples:
-        >>> head = load_head(Path("models/demo/head"), Path("models/demo/target"), torch.float32, torch.device("cpu"))
+        >>> head = load_head(Path("models/demo/eagle3"), Path("models/demo/target"), torch.float32, torch.device("cpu"))
         >>> head.spec.method
         'eagle3'
     """

@@ -16,7 +16,7 @@ from draftwire_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-PAIR = ("--target", str(DEMO / "target"), "--head", str(DEMO / "head"))
+PAIR = ("--target", str(DEMO / "target"), "--head", str(DEMO / "eagle3"))
 
 
 def bench(*arguments: str) -> Result:

@@ -45,7 +45,7 @@ def recorded(tmp_path_factory):
     directory = tmp_path_factory.mktemp("record")
     output, counters, demo = directory / "record.jsonl.gz", directory / "counters.json", ROOT / "models" / "demo"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")])
-    program = [sys.executable, "-c", PAIR, str(demo / "target"), str(demo / "head"), str(counters)]
+    program = [sys.executable, "-c", PAIR, str(demo / "target"), str(demo / "eagle3"), str(counters)]
     result = CliRunner().invoke(main, ["--output", str(output), "--", *program], env={"PYTHONPATH": paths})
     assert result.exit_code == 0, result.output
     events = list(read(output))

@@ -258,7 +258,7 @@ def test_a_wrong_prompt_file_is_named_with_its_line(tmp_path, content, text):
 def test_the_demo_pair_from_start_to_plot(tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("json", "png")}
     result = bench(
-        *("--target", str(DEMO / "target"), "--head", str(DEMO / "head")),
+        *("--target", str(DEMO / "target"), "--head", str(DEMO / "eagle3")),
         *("--verifier-device", "cpu", "--drafter-device", "cpu"),
         *("--speculative-config", '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3}'),
         *("--concurrency", "3", "--prompt-tokens", "16", "--output-tokens", "21", "--warmup-tokens", "6"),
@@ -298,7 +298,7 @@ def test_a_service_that_ends_meanwhile_is_named_with_its_log(monkeypatch):
 
     monkeypatch.setattr(services, "verifier_process", killed_after_a_while)
     result = bench(
-        *("--target", str(DEMO / "target"), "--head", str(DEMO / "head")),
+        *("--target", str(DEMO / "target"), "--head", str(DEMO / "eagle3")),
         *("--verifier-device", "cpu", "--drafter-device", "cpu", "--drafting", "off"),
         *("--concurrency", "2", "--prompt-tokens", "16", "--output-tokens", "900"),
     )

@@ -45,7 +45,7 @@ class Services:
         self._logs = logs
         self.free_before = free_bytes()
         self.drafter = start_drafter(
-            DEMO / "head", DEMO / "target", "--device", LAST_GPU, *SIZES, log_path=logs / "drafter.log"
+            DEMO / "eagle3", DEMO / "target", "--device", LAST_GPU, *SIZES, log_path=logs / "drafter.log"
         )
         with ThreadPoolExecutor(2) as pool:
             self.shared, self.plain = pool.map(self.start_verifier, ("auto", "bytes"))

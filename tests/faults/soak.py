@@ -206,7 +206,7 @@ def _expected(client: Client) -> dict[str, tuple[int, ...]]:
 
 def _other_head(directory: Path) -> Path:
     """The demo's head with slightly other weights."""
-    shutil.copytree(DEMO / "head", directory)
+    shutil.copytree(DEMO / "eagle3", directory)
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: weight * (1 + 0.01 * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
@@ -224,7 +224,7 @@ def _start_drafters(logs: Path, close: contextlib.ExitStack) -> list[Drafter]:
     drafters = []
     for number, (carriers, program) in enumerate(kinds, 1):
         log = logs / f"drafter{number}.log"
-        drafter = Drafter(DEMO / "head", DEMO / "target", log, "--carriers", carriers, program=program)
+        drafter = Drafter(DEMO / "eagle3", DEMO / "target", log, "--carriers", carriers, program=program)
         close.callback(drafter.kill)
         drafters.append(drafter)
     return drafters
@@ -275,7 +275,7 @@ def main(minutes: float, seed: int) -> None:
             draw=random.Random(seed + 1),
             vocab_size=vocab_size,
             killed=killed,
-            head=DEMO / "head",
+            head=DEMO / "eagle3",
             other_head=_other_head(logs / "head"),
             starving=starving,
             distant=distant,

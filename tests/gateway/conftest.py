@@ -44,7 +44,7 @@ class Fleet:
 def start_fleet(*gateway_arguments: str) -> Iterator[Fleet]:
     """Two drafters, two verifiers that share them, and the gateway."""
     with contextlib.ExitStack() as stack:
-        head, target = MODELS / "demo" / "head", MODELS / "demo" / "target"
+        head, target = MODELS / "demo" / "eagle3", MODELS / "demo" / "target"
         drafters = [stack.enter_context(start_drafter(head, target, *CPU, timeout_s=START_TIMEOUT_S)) for _ in range(2)]
         verifiers, clients = [], []
         for drafter in drafters:

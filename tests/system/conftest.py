@@ -54,9 +54,9 @@ def llama(pairs) -> Pair:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
-    if not all((DEMO / part / "config.json").is_file() for part in ("target", "head")):
+    if not all((DEMO / part / "config.json").is_file() for part in ("target", "eagle3")):
         pytest.skip(NO_DEMO)
-    pair = Pair(DEMO / "target", {"good": DEMO / "head"}, tmp_path_factory.mktemp("demo-logs"))
+    pair = Pair(DEMO / "target", {"good": DEMO / "eagle3"}, tmp_path_factory.mktemp("demo-logs"))
     pair.use("good")
     yield pair
     pair.stop()

@@ -27,7 +27,7 @@ def test_both_services_give_the_text_of_transformers(tmp_path):
     assert reference.continuations, "every prompt has two best scores within rounding"
     with (
         start_drafter(
-            DEMO / "head", DEMO / "target", "--device", "cpu", log_path=tmp_path / "drafter.log", timeout_s=START_S
+            DEMO / "eagle3", DEMO / "target", "--device", "cpu", log_path=tmp_path / "drafter.log", timeout_s=START_S
         ) as drafter,
         start_verifier(
             DEMO / "target",

@@ -77,7 +77,7 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     place = ("--device", request.param, "--dtype", "float32")
     sizes = ("--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-tokens", str(KV_CACHE_TOKENS), "--max-num-seqs", "8")
     with (
-        start_drafter(DEMO / "head", DEMO / "target", *place, log_path=logs / "drafter.log") as drafter,
+        start_drafter(DEMO / "eagle3", DEMO / "target", *place, log_path=logs / "drafter.log") as drafter,
         start_verifier(
             *(DEMO / "target", [drafter.address], *place, *sizes, "--draft-deadline-ms", "off", "--no-adaptive-k"),
             log_path=logs / "verifier.log",

@@ -41,7 +41,7 @@ START_TIMEOUT_S = 240.0
 
 @pytest.fixture(scope="module")
 def drafter() -> Iterator[ServiceProcess]:
-    with start_drafter(DEMO / "head", DEMO / "target", "--device", "cpu") as process:
+    with start_drafter(DEMO / "eagle3", DEMO / "target", "--device", "cpu") as process:
         yield process
 
 

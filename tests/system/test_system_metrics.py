@@ -94,7 +94,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     options = ("--device", "cpu", "--metrics-listen")
     config = ("--speculative-config", CONFIG, "--draft-deadline-ms", "off", "--no-adaptive-k")
     with (
-        start_drafter(DEMO / "head", DEMO / "target", *options, pages[1]) as drafter,
+        start_drafter(DEMO / "eagle3", DEMO / "target", *options, pages[1]) as drafter,
         start_verifier(
             *(DEMO / "target", [drafter.address], *options, pages[0], *config, "--carriers", request.param)
         ) as verifier,

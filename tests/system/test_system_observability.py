@@ -43,7 +43,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     logs: Path = tmp_path_factory.mktemp("logs")
     options = ("--device", "cpu", "--log-format", "json", "--log-level", "debug")
     with (
-        start_drafter(DEMO / "head", DEMO / "target", *options, log_path=logs / "drafter.log") as drafter,
+        start_drafter(DEMO / "eagle3", DEMO / "target", *options, log_path=logs / "drafter.log") as drafter,
         start_verifier(
             DEMO / "target", [drafter.address], *options, "--draft-deadline-ms", "off", log_path=logs / "verifier.log"
         ) as verifier,

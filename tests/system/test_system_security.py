@@ -86,7 +86,7 @@ def make_secrets(directory: Path) -> Path:
 
 def start_the_drafter(secrets: Path, *options: str) -> ServiceProcess:
     security = peer(secrets, "drafter-ca", "drafter-client")
-    return start_drafter(DEMO / "head", DEMO / "target", *command("drafter", secrets), *options, security=security)
+    return start_drafter(DEMO / "eagle3", DEMO / "target", *command("drafter", secrets), *options, security=security)
 
 
 @contextmanager

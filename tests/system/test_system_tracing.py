@@ -81,7 +81,7 @@ def test_client_verifier_and_drafter_make_one_trace(monkeypatch):
     with collecting() as collector:
         options = ("--device", "cpu", "--otlp-endpoint", collector.address)
         with (
-            start_drafter(DEMO / "head", DEMO / "target", *options) as drafter,
+            start_drafter(DEMO / "eagle3", DEMO / "target", *options) as drafter,
             start_verifier(DEMO / "target", [drafter.address], *options, "--draft-deadline-ms", "off") as verifier,
         ):
             with Client(verifier.address) as client:

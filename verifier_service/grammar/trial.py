@@ -1,6 +1,6 @@
 """Compile a grammar in a separate process, which can be killed if a grammar takes too long.
 
-llguidance limits the resources of a compilation, but not everywhere: an integer that is a multiple of 999983 takes
+llguidance limits the resources of a compilation, but not everywhere: an integer that is a multiple of 9999991 takes
 minutes. A thread cannot be killed, so each grammar is first compiled here, with single bytes as tokens.
 """
 

@@ -88,7 +88,7 @@ def wrappers(path: Path) -> dict[str, Callable[[ModuleType], None]]:
         "verifier_service.engine.engine": {"Engine.start": record.start, "Engine.stop": record.write},
         "verifier_service.drafters.session": {"DraftSession.__init__": record.add_session},
         "verifier_service.drafters.drafting": {"Drafting.count_step": record.add_step},
-        "verifier_service.pacing.policy": {"DraftCountPolicy.count": record.add_plan},
+        "verifier_service.pacing.policy": {"DraftingPolicy.count": record.add_plan},
         "verifier_service.pacing.pace": {"Pace.send": record.add_message, "Pace.take_answer": record.add_answer},
     }
     return {
