@@ -266,7 +266,7 @@ def test_the_demo_pair_from_start_to_plot(tmp_path):
     )
     assert result.exit_code == 0, result.output
     document = json.loads(files["json"].read_text())
-    assert document["shapes"]["target"]["num_hidden_layers"] == 8
+    assert document["shapes"]["target"]["num_hidden_layers"] == 4
     assert [(level["concurrency"], level["drafting"]) for level in document["levels"]] == [(3, False), (3, True)]
     for level in document["levels"]:
         assert level["work_skipped_or_repeated"] == []
@@ -276,10 +276,10 @@ def test_the_demo_pair_from_start_to_plot(tmp_path):
         assert min(times["verify"], times["sample"], times["host"]) > 0
     on = document["levels"][1]
     assert on["acceptance"]["rates"] == [1.0, 1.0, 0.0, 0.0]
-    # Keys and values of 8 layers with 2 heads of 64, float32; the head has one such layer.
+    # Keys and values of 4 layers with 2 heads of 64, float32; the head has one such layer.
     (verifier, of_verifier), (drafter, of_drafter) = document["memory_bytes"].items()
     assert (verifier, drafter.partition(":")[0]) == ("verifier", "drafter 127.0.0.1")
-    for use, layers in ((of_verifier, 8), (of_drafter, 1)):
+    for use, layers in ((of_verifier, 4), (of_drafter, 1)):
         assert use["kv_cache_token_bytes"] == layers * 2 * (64 + 64) * 4
         assert use["kv_cache_tokens"] > 0
         assert use["draft_logits_bytes"] == use["peak_gpu_allocated_bytes"] == use["peak_gpu_reserved_bytes"] == 0

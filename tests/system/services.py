@@ -91,6 +91,10 @@ def crowd(client: Client, calls: Sequence[Call], at_once: int = 16) -> list[Comp
         return list(pool.map(lambda call: client.complete(call[0], **call[1]), calls))
 
 
+# The test pair's drafts are accepted at 0.18 to 0.29 in these tests, four drafts a step.
+LEAST_ACCEPTANCE = 0.12
+
+
 def acceptance_rate(completions: Sequence[Completion]) -> float:
     """Share of the verified drafts that were accepted."""
     drafted = sum(sum(completion.statistics.drafted) for completion in completions)
