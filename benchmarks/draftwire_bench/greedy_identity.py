@@ -2,6 +2,8 @@
 
     python -m draftwire_bench.greedy_identity --verifier-device cuda:0 --drafter-device cuda:1
     python -m draftwire_bench.greedy_identity --verifier-device cuda:0 --drafter-device cuda:1 --dtype bfloat16
+    python -m draftwire_bench.greedy_identity --target models/smollm2/target --head models/smollm2/dspark \\
+        --chat training/chat_prompts.txt
 
 Requests of different lengths start and end while others run. Then a second pair of services runs, whose verifier has a
 KV cache for only two requests of full length: many requests start together, of which some share a long prefix, and run
@@ -105,6 +107,11 @@ class Comparison:
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(GAPS)), help="Of all three.")
 @click.option("--requests", "count", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--output-tokens", default=128, show_default=True, help="Maximum number of tokens of an output.")
+@click.option(
+    "--chat",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Chats instead of source code: a file with one user message per line.",
+)
 @click.option("--gap", "allowed", type=click.FloatRange(0), help="Largest gap in ulps.  [default: 0; bfloat16: 4]")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
 def main(
@@ -115,13 +122,14 @@ def main(
     dtype: str,
     count: int,
     output_tokens: int,
+    chat: Path | None,
     allowed: float | None,
     json_path: Path | None,
 ) -> None:
     """Compare the outputs and print where they differ."""
     rng = random.Random(1)
     texts = _texts(target)
-    prompts = _prompts(texts, count, rng)
+    prompts = _prompts(texts, count, rng) if chat is None else _chat_prompts(target, chat, count)
     usual = Requests(prompts, [rng.randrange(output_tokens // 4, output_tokens) for _ in prompts])
     sharing = Requests(_sharing_prompts(texts, count, rng), [output_tokens] * count)
     kv_cache_tokens = 2 * sharing.max_model_len
@@ -153,6 +161,13 @@ def _texts(target: str) -> list[list[int]]:
 def _prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
     """Return prompts of different lengths from the beginnings of texts."""
     return [texts[i % len(texts)][: rng.choice(PROMPT_LENGTHS)] for i in range(count)]
+
+
+def _chat_prompts(target: str, messages: Path, count: int) -> list[list[int]]:
+    """Return chats with one user message each, in the target's chat template."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    chats = [[{"role": "user", "content": line}] for line in messages.read_text().splitlines() if line][:count]
+    return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in chats]
 
 
 def _sharing_prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
