@@ -165,7 +165,7 @@ def _prompts(texts: list[list[int]], count: int, rng: random.Random) -> list[lis
 
 def _chat_prompts(target: str, messages: Path, count: int) -> list[list[int]]:
     """Return chats with one user message each, in the target's chat template."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(target)
     chats = [[{"role": "user", "content": line}] for line in messages.read_text().splitlines() if line][:count]
     return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in chats]
 
