@@ -1,4 +1,4 @@
-"""Prompts for the demo pair, similar to its training data."""
+"""Prompts for the demo pair, which continues Python."""
 
 PROMPTS = [
     'def read_lines(path):\n    """Returns the lines of a text file, without their line ends."""\n',

