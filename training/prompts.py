@@ -1,7 +1,14 @@
-"""Prompts of the evaluation; training does not see them."""
+"""Prompts of the evaluation, which training does not see.
 
+`python -m training.prompts --target DIR --set chat --out FILE` writes them for `draftwire bench --prompts FILE`.
+"""
+
+import argparse
+import json
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from training.chat import answer_prompt
 
@@ -31,3 +38,19 @@ def prompt_sets(tokenizer: Any, most: int | None = None) -> dict[str, list[list[
     """Return the token ids of the prompts, up to the answer, by name of the set; at most `most` of each set."""
     sets = {"humaneval": humaneval_turns(), "chat": chat_turns()}
     return {name: [answer_prompt(tokenizer, turn) for turn in turns[:most]] for name, turns in sets.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True, help="directory of the target, for its tokenizer")
+    parser.add_argument("--set", choices=("humaneval", "chat"), default="chat", help="which prompts")
+    parser.add_argument("--out", type=Path, required=True, help="file for JSON lines with `token_ids`")
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    turns = chat_turns() if arguments.set == "chat" else humaneval_turns()
+    lines = [json.dumps({"token_ids": answer_prompt(tokenizer, turn)}) for turn in turns]
+    arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -138,7 +138,7 @@ def test_a_verifier_has_exactly_these_metrics_and_labels(pair: Pair):
 
 
 def test_a_drafter_has_exactly_these_metrics_and_labels(pair: Pair):
-    assert labels_by_name(pair.drafter, "head") == DRAFTER
+    assert labels_by_name(pair.drafter, "eagle3") == DRAFTER
 
 
 def test_each_step_of_the_verifier_is_in_every_phase(pair: Pair):
