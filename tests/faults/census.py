@@ -14,7 +14,7 @@ WARM_UP = 0.25
 # Memory may rise by so much over all that is judged, and over its second half, however long they are: the longer the
 # run, the slower a leak that is found. What is in use wanders, and allocators take more by jumps: 1.1 MiB at most in
 # what was judged of runs of 5 and 10 minutes, 0.8 in the second half. What each step leaves behind grows without a
-# pause: one feature row of the demo pair, 1536 bytes, by 10 MiB in 15 minutes of 8 steps a second.
+# pause: one feature row of the demo pair, 1024 bytes, by 7 MiB in 15 minutes of 8 steps a second.
 MAX_RISE_MIB = 4.0
 MAX_LATE_RISE_MIB = 3.0
 # Pools of bounded size, as the event loops' executors, start a thread when more of theirs than before are busy at once;
