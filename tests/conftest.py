@@ -33,8 +33,8 @@ if not _has_gpu():
 # interpreter, simulated worlds, whatever takes more than some ten seconds.
 FULL_FOLDERS = ("carriers", "exactness", "faults", "fuzz", "kernels", "system")
 FULL_FILES = (
-    *("test_bench_acceptance", "test_bench_kernel_gaps", "test_bench_link", "test_bench_pacing_record"),
-    *("test_bench_serve", "test_bench_timeline", "test_bench_transport", "test_served_targets"),
+    *("test_bench_acceptance", "test_bench_link", "test_bench_serve", "test_bench_timeline", "test_bench_transport"),
+    *("test_served_targets",),
     *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
     *("test_block_drafts", "test_processes", "test_stop_signals"),
     *("test_verifier_async_outputs", "test_verifier_async_scheduling"),

@@ -12,6 +12,8 @@ takes a microsecond.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,8 +28,8 @@ from rich.table import Table
 
 from draftwire_bench.environment import describe
 from draftwire_bench.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY, Mark
-from draftwire_bench.watched import run_watched
 
+HOOK = Path(__file__).resolve().parent / "hook"
 NAMES = [name for names in CALLS.values() for name in names]
 # Steps that are further apart belong to different stretches, such as levels of load; short stretches are ignored.
 GAP_S = 0.5
@@ -42,7 +44,7 @@ LEAD_S = 0.3e-3
 def main(json_path: Path | None, command: tuple[str, ...]) -> None:
     """Run COMMAND, print the time of its steps by part, and exit with COMMAND's status."""
     with tempfile.TemporaryDirectory() as directory:
-        status = run_watched(command, "DRAFTWIRE_TIMELINE", Path(directory))
+        status = run_recorded(command, Path(directory))
         records = read(Path(directory))
     console = Console(width=max(Console().width, 100))
     found = summaries(records)
@@ -51,6 +53,16 @@ def main(json_path: Path | None, command: tuple[str, ...]) -> None:
     if json_path is not None:
         json_path.write_text(json.dumps(describe() | {"stretches": found}, indent=1) + "\n", encoding="utf-8")
     sys.exit(status)
+
+
+def run_recorded(command: Sequence[str], directory: Path) -> int:
+    """Run a command whose Python processes record their calls in `directory`; return its exit status.
+
+    The processes import hook/sitecustomize.py at startup.
+    """
+    path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "DRAFTWIRE_TIMELINE": str(directory)}
+    return subprocess.run(command, env=environment).returncode
 
 
 def read(directory: Path) -> dict[str, np.ndarray]:

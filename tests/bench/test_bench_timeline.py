@@ -14,8 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from draftwire_bench.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY
-from draftwire_bench.timeline import NAMES, main, read, stretches, summaries, way, ways, without_drafts
-from draftwire_bench.watched import run_watched
+from draftwire_bench.timeline import NAMES, main, read, run_recorded, stretches, summaries, way, ways, without_drafts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +40,7 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGKILL)
         """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels")]))
-    assert run_watched([sys.executable, "-c", program], "DRAFTWIRE_TIMELINE", tmp_path) == -9
+    assert run_recorded([sys.executable, "-c", program], tmp_path) == -9
     records = read(tmp_path)
     calls = records["StepDecoder.decode"]
     assert calls.shape == (3, 2)

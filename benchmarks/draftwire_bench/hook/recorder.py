@@ -7,13 +7,12 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from calls import CALLS  # type: ignore[import-not-found]  # in this directory, which is on the path
-from methods import wrapping  # type: ignore[import-not-found]
 
 RECORD = struct.Struct("<qqq")  # number of the call, monotonic times of its begin and end in ns
 MOST_RECORDS = 1 << 20
@@ -47,12 +46,16 @@ class Recorder:
 
 
 def wrappers(directory: Path) -> dict[str, Callable[[ModuleType], None]]:
-    """Return by module the wrappers that record the methods of `CALLS` in `directory`."""
+    """Return by module a function that makes the module's methods in `CALLS` record their calls in `directory`."""
     recorder = Recorder(directory)
-    return {
-        module: wrapping({name: functools.partial(_recorded, recorder, NAMES.index(name)) for name in names})
-        for module, names in CALLS.items()
-    }
+    return {module: functools.partial(_wrap, recorder, names) for module, names in CALLS.items()}
+
+
+def _wrap(recorder: Recorder, names: Sequence[str], module: ModuleType) -> None:
+    for name in names:
+        owner, method = name.split(".")
+        kind = getattr(module, owner)
+        setattr(kind, method, _recorded(recorder, NAMES.index(name), getattr(kind, method)))
 
 
 def _recorded(recorder: Recorder, number: int, call: Callable[..., Any]) -> Callable[..., Any]:

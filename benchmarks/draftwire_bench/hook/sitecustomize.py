@@ -1,8 +1,7 @@
-"""Python imports this module at startup; it instruments the process for `draftwire_bench.timeline` and others."""
+"""Python imports this module at startup; it instruments the process for `draftwire_bench.timeline`."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+
+import recorder  # type: ignore[import-not-found]  # in this directory, which is on the path
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -36,13 +37,5 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-# The module with the wrappers, by the environment variable with the output path; the modules are in this directory.
-WATCHERS = {
-    "DRAFTWIRE_TIMELINE": "recorder",
-    "DRAFTWIRE_KERNEL_GAPS": "passes",
-    "DRAFTWIRE_PACING_RECORD": "pacing",
-}
-
-for variable, name in WATCHERS.items():
-    if variable in os.environ:
-        sys.meta_path.insert(0, Finder(importlib.import_module(name).wrappers(Path(os.environ[variable]))))
+if "DRAFTWIRE_TIMELINE" in os.environ:
+    sys.meta_path.insert(0, Finder(recorder.wrappers(Path(os.environ["DRAFTWIRE_TIMELINE"]))))
