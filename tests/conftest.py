@@ -34,7 +34,7 @@ if not _has_gpu():
 FULL_FOLDERS = ("carriers", "exactness", "faults", "fuzz", "kernels", "system")
 FULL_FILES = (
     *("test_bench_acceptance", "test_bench_link", "test_bench_serve", "test_bench_timeline", "test_bench_transport"),
-    *("test_served_targets",),
+    *("test_bench_forward", "test_served_targets"),
     *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
     *("test_block_drafts", "test_processes", "test_stop_signals"),
     *("test_verifier_async_outputs", "test_verifier_async_scheduling"),

@@ -13,12 +13,11 @@ new rows, each once) at copy bandwidth, and operations at the rate of a large ma
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from draftwire_bench.environment import describe
 from draftwire_bench.gpu_time import DEVICE, copy_bandwidth, product_rate, replay_time
+from draftwire_bench.output import json_option, write_json
 from draftwire_kernels import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows, paged_attention
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -131,18 +131,18 @@ def torch_call(case: Case) -> Callable[[int], Tensor]:
     return call
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="run only cases with this text in their names")
-    arguments = parser.parse_args()
+@click.command()
+@click.option("--only", default="", help="Only cases with this text in their names.")
+@json_option
+def main(only: str, json_path: Path | None) -> None:
+    """Measure and print."""
     bandwidth, rate = copy_bandwidth(), product_rate()
     device = torch.cuda.get_device_name()
     print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s, torch {torch.__version__}")
     print(f"{'':34} {'ours us':>8} {'bounded':>8} {'torch us':>8} {'floor us':>8} {'ratio':>6}")
     rows = []
     for case in CASES:
-        if arguments.only not in case.name:
+        if only not in case.name:
             continue
         layers = Layers(case)
         us = replay_time(layers.attend, case.copies)
@@ -156,16 +156,15 @@ def main() -> None:
         measured = {"us": us, "bounded_us": bounded_us, "torch_us": torch_us, "floor_us": floor_us}
         rounded = {name: round(value, 2) for name, value in measured.items() if value == value}
         rows.append({**vars(case), **rounded, "bytes": case.bytes(), "operations": case.operations()})
-    if arguments.json is not None:
-        result = {
-            **describe(),
-            "copy_bandwidth_bytes_per_s": bandwidth,
-            "product_operations_per_s": rate,
-            "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": str(DTYPE)},
-            "longest": LONGEST,
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        **describe(),
+        "copy_bandwidth_bytes_per_s": bandwidth,
+        "product_operations_per_s": rate,
+        "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": str(DTYPE)},
+        "longest": LONGEST,
+        "rows": rows,
+    }
+    write_json(json_path, result)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from drafter_service.draft_loop.sampling_mode import SamplingMode
 from drafter_service.draft_loop.session_terms import SessionTerms
@@ -34,10 +33,12 @@ from drafter_service.engine.step import OpenedSequence, Step
 from drafter_service.heads import ChainHead, Head, load_head
 from drafter_service.limits import EngineLimits
 from draftwire.transport import Incoming
-from draftwire_bench.environment import describe
+from draftwire_bench.commands.options import Numbers
+from draftwire_bench.environment import SHAPES, describe
+from draftwire_bench.gpu_time import copy_bandwidth, device_times, kernel_times
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 
-SHAPES = Path(__file__).resolve().parents[1] / "shapes"
-MAX_NUM_SEQS, MAX_MODEL_LEN, WARM_STEPS, STEPS = 64, 8192, 5, 40
+MAX_NUM_SEQS, MAX_MODEL_LEN, WARM_STEPS, STEPS, REPLAYS = 64, 8192, 5, 40, 50
 MODES = {
     "greedy": SamplingMode(),
     "gumbel": SamplingMode(gumbel=True),
@@ -109,13 +110,13 @@ def measure(engine: DraftEngine, mode: SamplingMode, batch: int, context: int, n
     replay = last_replay(engine, batch, mode, num_drafts)
     row: dict[str, Any] = {
         "batch": batch,
-        "replay_ms": timed_ms(replay),
+        "replay_ms": statistics.median(device_times(replay, REPLAYS)) * 1e3,
         "step_ms": statistics.median(seconds) * 1e3,
         "step_p95_ms": sorted(seconds)[int(len(seconds) * 0.95)] * 1e3,
         "draft_logits_bytes": engine.logits_bytes,
     }
     if batch in PROFILED and mode == SamplingMode():
-        row["kernels"] = kernels_of(replay)
+        row["kernels"] = kernel_times(replay)
     engine.close_session(rig.session)
     return row
 
@@ -127,18 +128,6 @@ def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode, num_drafts:
     shape = graphs.shape_for(mode, batch, batch, num_drafts)
     assert shape is not None
     return lambda: graphs.replay(shape)
-
-
-def timed_ms(call: Callable[[], None], repeats: int = 50) -> float:
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def weight_bytes(head_dir: Path, head: Head) -> dict[str, int]:
@@ -165,38 +154,9 @@ def floor_bytes(weights: dict[str, int], head: Head, batch: int, context: int, n
     return one_pass + weights["context"] + num_drafts * weights["markov"]
 
 
-def kernels_of(replay: Callable[[], None], repeats: int = 20) -> list[dict[str, Any]]:
-    """Return time and launches of each kernel of a replay, in descending order of time."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(repeats):
-            replay()
-        torch.cuda.synchronize()
-    events = [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    rows = [
-        {
-            "kernel": event.key[:90],
-            "launches": event.count / repeats,
-            "us": event.self_device_time_total / repeats,
-        }
-        for event in events
-    ]
-    return sorted((row for row in rows if row["us"] > 0), key=lambda row: -row["us"])
-
-
-def copy_bandwidth() -> float:
-    """Return the bytes per second, read and written, of a large copy on the device."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * source.nbytes / (timed_ms(lambda: target.copy_(source), 10) / 1e3)  # type: ignore[arg-type]
-
-
 def show(console: Console, results: dict[str, Any]) -> None:
     title = f"Draft step of {results['head']}, k = {results['drafts']}, milliseconds, on {results['device']}"
-    table = Table(title=title)
-    for column in ("mode", "batch", "floor", "replay", "step", "step p95", "host and copies"):
-        table.add_column(column, justify="right")
+    table = make_table(title, ("mode", "batch", "floor", "replay", "step", "step p95", "host and copies"))
     for mode, rows in results["modes"].items():
         for row in rows:
             numbers = [row["floor_ms"], row["replay_ms"], row["step_ms"], row["step_p95_ms"]]
@@ -205,9 +165,8 @@ def show(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
     for row in results["modes"]["greedy"]:
         if "kernels" in row:
-            table = Table(title=f"Kernels of a greedy replay at batch {row['batch']}: {row['replay_ms']:.3f} ms")
-            for column in ("kernel", "launches", "us"):
-                table.add_column(column)
+            title = f"Kernels of a greedy replay at batch {row['batch']}: {row['replay_ms']:.3f} ms"
+            table = make_table(title, ("kernel", "launches", "us"), ["kernel"])
             for kernel in row["kernels"]:
                 table.add_row(kernel["kernel"], f"{kernel['launches']:.0f}", f"{kernel['us']:.1f}")
             console.print(table)
@@ -216,15 +175,16 @@ def show(console: Console, results: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
-@click.option("--batches", default="1,4,8,16,32,64", show_default=True)
+@json_option
+@click.option("--batches", type=Numbers(int), default="1,4,8,16,32,64", show_default=True)
 @click.option("--context", default=512, show_default=True, help="Accepted rows per sequence before the first step.")
 @click.option("--target", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b")
 @click.option("--head", "head_dir", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b-eagle3")
 @click.option("--drafts", default=4, show_default=True, help="Drafts per sequence and step.")
-def main(json_path: Path | None, batches: str, context: int, target: Path, head_dir: Path, drafts: int) -> None:
+def main(
+    json_path: Path | None, batches: Sequence[int], context: int, target: Path, head_dir: Path, drafts: int
+) -> None:
     """Measure and print tables."""
-    console = Console(width=130)
     device = torch.device("cuda:0")
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
@@ -256,20 +216,18 @@ def main(json_path: Path | None, batches: str, context: int, target: Path, head_
         # Keeps the mode's buffers and graphs between batch sizes.
         keeper = engine.open_session(SessionTerms("keeper", mode, drafts, 1), lambda _: None)
         results["capture_s"].setdefault(name, time.monotonic() - began)
-        sizes = [int(size) for size in batches.split(",")]
         results["modes"][name] = [
             measure(engine, mode, size, context, drafts)
             | {"floor_ms": floor_bytes(weights, head, size, context, drafts) / bandwidth * 1e3}
-            for size in sizes
+            for size in batches
         ]
         engine.close_session(keeper)
     results["memory"]["draft_logits_bytes"] = {
         name: rows[-1]["draft_logits_bytes"] for name, rows in results["modes"].items()
     }
     results["memory"]["peak_bytes"] = torch.cuda.max_memory_allocated()
-    show(console, results)
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1) + "\n")
+    show(report_console(), results)
+    write_json(json_path, results)
 
 
 if __name__ == "__main__":

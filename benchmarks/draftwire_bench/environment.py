@@ -17,6 +17,8 @@ from typing import Any
 from draftwire.contract.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo"
+SHAPES = ROOT / "benchmarks" / "shapes"
 WRITTEN = {"--json", "--plot"}  # options that name files
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 

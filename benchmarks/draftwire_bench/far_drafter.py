@@ -32,22 +32,20 @@ from typing import Any
 import click
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
-from rich.table import Table
 
 from draftwire.client import Client
 from draftwire.client.request import Prompt
 from draftwire.contract.client_security import ClientSecurity
 from draftwire_bench.commands.options import Numbers
 from draftwire_bench.demo_prompts import PROMPTS
-from draftwire_bench.environment import describe
+from draftwire_bench.environment import DEMO, ROOT, describe
 from draftwire_bench.link import Link, LinkQuality
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 from draftwire_bench.processes import start_drafter, start_verifier
 from draftwire_bench.serve.serve import LevelResult, ServeOptions, measure
 from draftwire_bench.serve.workload import Level, Shape, endless, random_prompts
 from draftwire_bench.services import START_TIMEOUT_S
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "models" / "demo"
 # Least throughput with drafts, relative to throughput without drafts.
 LEAST_RATIO = 0.97
 # Length of random prompts for a target without a tokenizer.
@@ -71,10 +69,10 @@ MTU = 9000
 @click.option("--output-tokens", default=400, show_default=True)
 @click.option("--turns", default=1, show_default=True, help="Consecutive requests of each client.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
 def main(json_path: Path | None, **given: Any) -> None:
     """Measure and print."""
-    console = Console()
+    console = report_console()
     shared = ["--dtype", given["dtype"], "--load-format", given["load_format"]]
     shared += ["--max-num-seqs", str(max(given["concurrency"])), "--log-level", "warning"]
     drafter_device = given["drafter_device"] or given["device"]
@@ -104,8 +102,7 @@ def main(json_path: Path | None, **given: Any) -> None:
                 }
                 rows.append(place | _measured(verifier.address, concurrency, given))
                 console.print(json.dumps(rows[-1]), highlight=False, soft_wrap=True)
-                if json_path is not None:  # after each row, because a long run may be interrupted
-                    json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                write_json(json_path, document)  # after each row, because a long run may be interrupted
     _print(rows, console)
     sys.exit(min(row["ratio"] for row in rows) < LEAST_RATIO)
 
@@ -151,7 +148,7 @@ def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     columns = ("delay, ms", "Gbit/s", "reached", "requests", "without", "with, tokens/s", "ratio", "drafts/step")
-    table = Table(*columns, "accepted", "expected")
+    table = make_table("with drafts and without", (*columns, "accepted", "expected"))
     for row in rows:
         table.add_row(
             f"{row['delay_ms']:g}",

@@ -1,26 +1,26 @@
-"""The target's forward pass on one GPU with random weights, compared to the time of its linear layers.
+"""The target's forward pass with random weights, on one GPU or split over several: its time, and its kernels.
 
-    python -m draftwire_bench.forward [--target DIR] [--batches 1x1,1x5,8x5] [--context 512] [--json FILE]
+    python -m draftwire_bench.forward --json forward.json
+    python -m draftwire_bench.forward --gpus 1,2 --json tensor-parallel.json
 
-A batch BxQ is B sequences with Q rows each. For each batch: the step with the verifier's runner (input copies and one
-CUDA graph), back to back by the GPU's clock and single by the host's clock; the matrix products of the merged linear
-layers in one CUDA graph in the same process; the ratio. The same follows for steps that contain only prompts, which
-run without a graph if they are larger than the largest graph; then the kernels of one step, the time of each graph, and
-the start's time with an empty and with a filled cache of compiled code.
+A batch BxQ is B sequences with Q rows each: after --context rows for --batches, whole prompts for --prompts. Times are
+those of the verifier's runner, with input copies, CUDA graphs and the other ranks: back to back, of a single step, and
+of the single step's launch on the host. Each number of GPUs is measured in a new process, whose start is timed too.
+`--device cpu --target models/demo/target --batches 1x1,2x5 --prompts 1x8 --max-num-seqs 2` runs without GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,144 +28,124 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
+from draftwire.contract.validation import parse_speculative_config
 from draftwire.model.block_pool import blocks_for
-from draftwire.model.checkpoints import read_config
-from draftwire.model.devices import make_current
-from draftwire.model.kv_cache import KVCache, SequenceRows
-from draftwire_bench.environment import describe
+from draftwire.model.devices import choose_device
+from draftwire.model.kv_cache import SequenceRows
+from draftwire_bench.commands.options import Numbers
+from draftwire_bench.environment import SHAPES, describe
+from draftwire_bench.gpu_time import kernel_times
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 from verifier_service.core.batch import ForwardInput
-from verifier_service.target.compile_cache import use_compile_cache
-from verifier_service.target.runner import TargetRunner
-from verifier_service.target.target import load_target
+from verifier_service.host.ranks import RunStep, Workers
+from verifier_service.host.target_start import start_target
+from verifier_service.options import VerifierOptions
+from verifier_service.target.runner import start_runner
+from verifier_service.target.tensor_parallel import ALONE
 
-SHAPE = Path(__file__).resolve().parents[1] / "shapes" / "llama-3.1-8b"
-BATCHES = "1x1,1x5,8x5,32x5,64x5,64x1"
-PROMPTS = "1x64,1x128,1x256,1x512"
-DEVICE = torch.device("cuda:0")
-START = "start: "  # prefix of the line with a child process's start times
+MEASURED = "measured: "  # prefix of the line with a child process's result
+TIMEOUT_S = 600.0  # of one number of GPUs, with compilation
+MOST_KERNELS = 20  # listed of a step
+WARM_STEPS, ROUNDS, REPEATS, SINGLE_STEPS = 3, 7, 20, 30
 
 
 @click.command()
-@click.option("--target", type=click.Path(path_type=Path), default=SHAPE, show_default=True)
-@click.option("--batches", default=BATCHES, show_default=True)
-@click.option("--prompts", default=PROMPTS, show_default=True, help="Batches of steps that contain only prompts.")
-@click.option("--context", default=512, show_default=True, help="Rows of each sequence before a batch's step.")
-@click.option("--max-num-seqs", default=64, show_default=True)
-@click.option("--max-prefill-rows", default=512, show_default=True)
-@click.option("--max-model-len", type=int, help="Maximum number of positions of a sequence.  [default: the target's]")
-@click.option("--rows-per-sequence", default=5, show_default=True)
+@click.option("--target", default=str(SHAPES / "llama-3.1-8b"), show_default=True, metavar="DIR|ID")
+@click.option("--device", default="cuda:0", show_default=True, help="First GPU.")
+@click.option("--gpus", type=Numbers(int), default="1", show_default=True, help="Numbers of GPUs.")
+@click.option("--batches", default="1x1,1x5,8x5,32x5,64x5,64x1", show_default=True, help="Decoding sequences.")
+@click.option("--prompts", default="1x64,1x128,1x256,1x512", show_default=True, help="Steps with only prompts.")
 @click.option("--profiled", default="1x5,32x5", show_default=True, help="Batches whose kernels are listed.")
-@click.option("--start-only", is_flag=True, hidden=True)
-@click.option("--skip-warm-start", is_flag=True, help="Do not measure a second start.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
-def main(
-    target: Path,
-    batches: str,
-    prompts: str,
-    context: int,
-    max_num_seqs: int,
-    max_prefill_rows: int,
-    max_model_len: int | None,
-    rows_per_sequence: int,
-    profiled: str,
-    start_only: bool,
-    skip_warm_start: bool,
-    json_path: Path | None,
-) -> None:
+@click.option("--context", default=512, show_default=True, help="Rows of each sequence before a batch's step.")
+@click.option("--max-num-seqs", default=64, show_default=True, type=click.IntRange(1))
+@click.option("--max-prefill-rows", default=512, show_default=True, type=click.IntRange(1))
+@click.option("--max-model-len", default=1024, show_default=True, type=click.IntRange(1))
+@click.option("--num-speculative-tokens", default=4, show_default=True, type=click.IntRange(1), help="k.")
+@json_option
+@click.option("--measure", type=int, hidden=True, help="Only this number of GPUs, in this process.")
+def main(json_path: Path | None, measure: int | None, **given: Any) -> None:
     """Measure and print."""
-    console = Console(width=120)
-    config = read_config(target)
-    with tempfile.TemporaryDirectory() as scratch:
-        if not start_only:
-            use_compile_cache(f"{scratch}/torch")
-            os.environ["TRITON_CACHE_DIR"] = f"{scratch}/triton"
-        runner, start = _start(target, context, max_num_seqs, max_prefill_rows, max_model_len, rows_per_sequence)
-        if start_only:
-            print(START + json.dumps(start), flush=True)
-            return
-        result: dict[str, Any] = {**describe(), "context": context, "start": {"cold": start}}
-        with torch.inference_mode():
-            result["batches"] = [
-                _measure(config, runner, decode_step(*batch, context)) for batch in parse_batches(batches)
-            ]
-            result["prompts"] = [_measure(config, runner, _prompts_step(*batch)) for batch in parse_batches(prompts)]
-            result["kernels"] = {
-                f"{count}x{rows}": _kernels(runner, decode_step(count, rows, context))
-                for count, rows in parse_batches(profiled)
-            }
-        result["graphs"] = [
-            {"sequences": bucket.num_sequences, "rows": bucket.num_rows, "seconds": seconds}
-            for bucket, seconds in runner.seconds.items()
-        ]
-        if not skip_warm_start:
-            result["start"]["warm"] = _warm_start()
-    _print(result, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    parsed = {name: parse_batches(name, given) for name in ("batches", "prompts", "profiled")}
+    if measure is not None:
+        print(MEASURED + json.dumps(_measure(measure, given | parsed)), flush=True)
+        os._exit(0)  # see `Workers.close`
+    result: dict[str, Any] = {**describe(), "target": Path(given["target"]).name, "context": given["context"]}
+    result["sizes"] = {}
+    for size in given["gpus"]:
+        result["sizes"][size] = _measure_apart(size, given)
+        write_json(json_path, result)
+    _print(result["sizes"], report_console())
 
 
-def parse_batches(batches: str) -> list[tuple[int, int]]:
-    """Return the sequences and rows of each of "1x5,8x5"."""
-    pairs = [batch.split("x") for batch in batches.split(",") if batch]
-    return [(int(count), int(rows)) for count, rows in pairs]
+def parse_batches(name: str, given: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the sequences and rows of each batch of an option, such as "1x5,8x5"; none if empty.
+
+    Raises:
+        BadParameter: If a batch is not BxQ, or its rows or sequences are more than the runner is started for.
+    """
+    context = 0 if name == "prompts" else given["context"]
+    most_rows, most_sequences = given["max_model_len"] - context, given["max_num_seqs"]
+    batches = []
+    for text in filter(None, given[name].split(",")):
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        count, rows = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not (0 < count <= most_sequences and rows <= most_rows):
+            allowed = f"sequences x rows, as in 1x5: at most {most_sequences} sequences of {most_rows} rows"
+            raise click.BadParameter(f"{text!r}: allowed: {allowed}", param_hint=name)
+        if name == "prompts" and count * rows > given["max_prefill_rows"]:
+            raise click.BadParameter(f"{text!r}: allowed: {given['max_prefill_rows']} rows in all", param_hint=name)
+        batches.append((count, rows))
+    return batches
 
 
-def _start(
-    directory: Path,
-    context: int,
-    max_num_seqs: int,
-    max_prefill_rows: int,
-    max_model_len: int | None,
-    rows_per_sequence: int,
-) -> tuple[TargetRunner, dict[str, float]]:
-    """Start the verifier's parts; return the runner, and seconds and GiB of each part."""
-    make_current(DEVICE)
-    start: dict[str, float] = {}
-
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-        free, began = torch.cuda.mem_get_info(DEVICE)[0], time.monotonic()
-        made = work()
-        torch.cuda.synchronize(DEVICE)
-        start[f"{name}_s"] = time.monotonic() - began
-        start[f"{name}_gib"] = (free - torch.cuda.mem_get_info(DEVICE)[0]) / 2**30
-        start[f"{name}_peak_gib"] = torch.cuda.max_memory_allocated(DEVICE) / 2**30
-        return made
-
-    options: dict[str, Any] = {"max_model_len": max_model_len, "dummy": True}
-    target = timed("load", lambda: load_target(directory, "target", torch.bfloat16, DEVICE, **options))
-    timed("compile", target.compile)
-    blocks = max_num_seqs * blocks_for(context + rows_per_sequence) + 1
-    cache = KVCache(target.layer_shapes, blocks, target.dtype, DEVICE)
-    longest = blocks_for(target.max_model_len)
-    runner = TargetRunner(target, cache, max_num_seqs, rows_per_sequence, max_prefill_rows, longest)
-    timed("capture", runner.capture)
-    return runner, start
-
-
-def _warm_start() -> dict[str, float]:
-    child = subprocess.run(
-        [sys.executable, __file__, *_without_json(sys.argv[1:]), "--start-only"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in child.stdout.splitlines() if line.startswith(START)]
+def _measure_apart(size: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Run `_measure` in a new process, so that the GPUs' memory is free."""
+    command = [sys.executable, "-m", "draftwire_bench.forward", "--measure", str(size)]
+    for name, value in given.items():
+        if name != "gpus":
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=TIMEOUT_S)
+    lines = [line for line in child.stdout.splitlines() if line.startswith(MEASURED)]
     if not lines:
-        raise click.ClickException(f"the second start failed: {child.stderr[-2000:]}")
-    start: dict[str, float] = json.loads(lines[-1][len(START) :])
-    return start
+        raise click.ClickException(f"the measurement ended with status {child.returncode} and without a result")
+    measured: dict[str, Any] = json.loads(lines[-1].removeprefix(MEASURED))
+    return measured
 
 
-def _without_json(arguments: list[str]) -> list[str]:
-    """Return the arguments without the result file."""
-    if "--json" in arguments:
-        at = arguments.index("--json")
-        return arguments[:at] + arguments[at + 2 :]
-    return arguments
+def _measure(size: int, given: dict[str, Any]) -> dict[str, Any]:
+    k, max_num_seqs = given["num_speculative_tokens"], given["max_num_seqs"]
+    options = VerifierOptions(
+        target=given["target"],
+        device=given["device"],
+        load_format="dummy",
+        max_num_seqs=max_num_seqs,
+        max_model_len=given["max_model_len"],
+        max_prefill_rows=given["max_prefill_rows"],
+        kv_cache_tokens=max_num_seqs * given["max_model_len"],
+        speculative_config=json.dumps({"num_speculative_tokens": k}),
+        tensor_parallel_size=size,
+    )
+    config = parse_speculative_config(options.speculative_config)
+    device = choose_device(options.device)
+    is_gpu = device.type == "cuda"
+    began = time.monotonic()
+    with Workers(options, device) if size > 1 else nullcontext() as workers:
+        target, num_blocks = start_target(options, config, device, ALONE if workers is None else workers.rank)
+        runner = start_runner(target, num_blocks, max_num_seqs, k, options.max_prefill_rows)
+        run = runner.run if workers is None else workers.lead(runner.run)
+        measured: dict[str, Any] = {"start_s": time.monotonic() - began}
+        context = given["context"]
+        steps = {f"{count}x{rows}": decode_step(count, rows, context) for count, rows in given["batches"]}
+        prompts = {f"{count}x{rows}": prompts_step(count, rows) for count, rows in given["prompts"]}
+        measured["batches"] = {name: _step_times(run, step, device) for name, step in steps.items()}
+        measured["prompts"] = {name: _step_times(run, step, device) for name, step in prompts.items()}
+        measured["kernels"] = {
+            f"{count}x{rows}": kernel_times(partial(run, decode_step(count, rows, context)))
+            for count, rows in (given["profiled"] if is_gpu else ())
+        }
+        measured["peak_gib_of_rank_0"] = torch.cuda.max_memory_allocated(device) / 2**30 if is_gpu else None
+    return measured
 
 
 def decode_step(count: int, rows: int, context: int) -> ForwardInput:
@@ -180,130 +160,51 @@ def decode_step(count: int, rows: int, context: int) -> ForwardInput:
     )
 
 
-def _prompts_step(count: int, rows: int) -> ForwardInput:
+def prompts_step(count: int, rows: int) -> ForwardInput:
     """Return a step of `count` whole prompts of `rows` rows, with the logits of their last rows."""
     return replace(decode_step(count, rows, 0), logit_rows=np.arange(1, count + 1) * rows - 1)
 
 
-def _measure(config: dict[str, Any], runner: TargetRunner, step: ForwardInput) -> dict[str, Any]:
-    forward_ms, wall_ms = _time(lambda: runner.run(step))
-    host_ms = _host_ms(lambda: runner.run(step))
-    num_rows = len(step.positions)
-    linear_ms = _linear_ms(config, num_rows)
-    return {
-        "sequences": len(step.sequences),
-        "rows": num_rows,
-        "forward_ms": forward_ms,
-        "wall_ms": wall_ms,
-        "host_ms": host_ms,
-        "linear_ms": linear_ms,
-        "ratio": forward_ms / linear_ms,
-    }
+def _step_times(run: RunStep, step: ForwardInput, device: torch.device) -> dict[str, float]:
+    """Return the median milliseconds of steps back to back, of a single one, and of its launch on the host."""
+
+    def wait() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    for _ in range(WARM_STEPS):
+        run(step)
+    rounds, singles, launches = [], [], []
+    for _ in range(ROUNDS):
+        began = wait()
+        for _ in range(REPEATS):
+            run(step)
+        rounds.append((wait() - began) / REPEATS)
+    for _ in range(SINGLE_STEPS):
+        began = wait()
+        run(step)
+        launches.append(time.perf_counter() - began)
+        singles.append(wait() - began)
+    times = {"step_ms": rounds, "alone_ms": singles, "launch_ms": launches}
+    return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
-def _time(run: Callable[[], object], repeats: int = 20, rounds: int = 7) -> tuple[float, float]:
-    """Return the median milliseconds of a run: on the GPU, of runs back to back; on the host, until the GPU is idle."""
-    for _ in range(3):
-        run()
-    on_gpu, on_host = [], []
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for _ in range(rounds):
-        begin.record()
-        for _ in range(repeats):
-            run()
-        end.record()
-        end.synchronize()
-        on_gpu.append(begin.elapsed_time(end) / repeats)
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize(DEVICE)
-        on_host.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(on_gpu), statistics.median(on_host)
-
-
-def _host_ms(run: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median milliseconds until a run has been launched on an idle GPU."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize(DEVICE)
-        began = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times)
-
-
-def _linear_ms(config: dict[str, Any], num_rows: int) -> float:
-    """Return the milliseconds of one CUDA graph with the matrix products of the target's merged linear layers."""
-    hidden, wide, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    layer = [((heads + 2 * kv_heads) * size, hidden), (hidden, heads * size), (2 * wide, hidden), (hidden, wide)]
-    shapes = layer * config["num_hidden_layers"] + [(config["vocab_size"], hidden)]
-    weights = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) * 0.02 for shape in shapes]
-    inputs = {
-        weight.shape[1]: torch.randn(num_rows, weight.shape[1], dtype=weight.dtype, device=DEVICE) for weight in weights
-    }
-
-    def products() -> None:
-        for weight in weights:
-            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-    products()
-    torch.cuda.synchronize(DEVICE)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        products()
-    return _time(graph.replay)[0]
-
-
-def _kernels(runner: TargetRunner, step: ForwardInput, most: int = 15) -> list[dict[str, Any]]:
-    """Return the microseconds and launches of each kernel in one step."""
-    runner.run(step)
-    torch.cuda.synchronize(DEVICE)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        runner.run(step)
-        torch.cuda.synchronize(DEVICE)
-    spent: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spent[event.name].append(event.device_time)
-    rows = [{"kernel": name, "us": sum(times), "launches": len(times)} for name, times in spent.items()]
-    rows.sort(key=lambda row: -float(str(row["us"])))
-    others = rows[most:]
-    if others:
-        total = sum(float(str(row["us"])) for row in others)
-        launches = sum(int(str(row["launches"])) for row in others)
-        rows = [*rows[:most], {"kernel": f"{len(others)} others", "us": total, "launches": launches}]
-    return rows
-
-
-def _print(result: dict[str, Any], console: Console) -> None:
-    for part, context in (("batches", result["context"]), ("prompts", 0)):
-        table = Table(title=f"forward pass, {context} rows of context, milliseconds")
-        for column in ("sequences x rows", "forward", "alone, wall", "host", "linear layers", "ratio"):
-            table.add_column(column, justify="right")
-        for row in result[part]:
-            table.add_row(
-                f"{row['sequences']} x {row['rows'] // row['sequences']}",
-                *(f"{row[name]:.2f}" for name in ("forward_ms", "wall_ms", "host_ms", "linear_ms")),
-                f"{row['ratio']:.2f}",
-            )
+def _print(sizes: dict[int, dict[str, Any]], console: Console) -> None:
+    for part in ("batches", "prompts"):
+        columns = [f"{size} GPU{'s' * (size > 1)}: {what}" for size in sizes for what in ("step", "alone", "launch")]
+        table = make_table(f"{part}, milliseconds", ("sequences x rows", *columns))
+        for batch in next(iter(sizes.values()))[part]:
+            times = [value for measured in sizes.values() for value in measured[part][batch].values()]
+            table.add_row(batch, *(f"{value:.2f}" for value in times))
         console.print(table)
-    for name, rows in result["kernels"].items():
-        table = Table(title=f"kernels of a step of {name}")
-        for column in ("microseconds", "launches", "kernel"):
-            table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(f"{row['us']:.0f}", str(row["launches"]), row["kernel"][:90])
-        console.print(table)
-    table = Table(title="graphs, only padding")
-    for column in ("sequences", "rows", "milliseconds"):
-        table.add_column(column, justify="right")
-    for row in result["graphs"]:
-        table.add_row(str(row["sequences"]), str(row["rows"]), f"{row['seconds'] * 1e3:.3f}")
-    console.print(table)
-    for name, start in result["start"].items():
-        console.print(f"{name} start:", ", ".join(f"{part} {value:.2f}" for part, value in start.items()))
+    for size, measured in sizes.items():
+        for batch, rows in measured["kernels"].items():
+            table = make_table(f"kernels of a step of {batch} on {size}", ("us", "launches", "kernel"), ["kernel"])
+            for row in rows[:MOST_KERNELS]:
+                table.add_row(f"{row['us']:.0f}", f"{row['launches']:.0f}", row["kernel"])
+            console.print(table)
+        console.print(f"start with {size}: {measured['start_s']:.1f} s")
 
 
 if __name__ == "__main__":

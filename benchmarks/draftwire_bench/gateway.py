@@ -9,7 +9,6 @@ Outputs have exactly `--max-tokens` tokens.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,8 @@ import click
 from draftwire.client import AsyncClient
 from draftwire_bench.environment import describe
 from draftwire_bench.gateway_process import GatewayProcess
+from draftwire_bench.output import json_option, write_json
+from draftwire_bench.serve.metrics import percentiles
 
 WORDS = ("the", "verifier", "keeps", "what", "the", "target", "says", "and", "the", "drafter", "guesses")
 NUMBERS = count()
@@ -51,12 +52,9 @@ class Run:
 
     def summary(self) -> dict[str, float]:
         """Return tokens per second, and the median and the 99th percentile of the time to the first token."""
-        ordered = sorted(self.first_token_s)
-        return {
-            "tokens_per_s": round(self.tokens / self.total_s, 1),
-            "ttft_p50_s": round(ordered[len(ordered) // 2], 4),
-            "ttft_p99_s": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 4),
-        }
+        first = percentiles(self.first_token_s)
+        assert first is not None
+        return {"tokens_per_s": self.tokens / self.total_s, "ttft_p50_s": first.p50, "ttft_p99_s": first.p99}
 
 
 # Serves one prompt; returns the number of output tokens and when the first arrived, by time.perf_counter().
@@ -141,7 +139,7 @@ async def measure(server: str, load: Load, repeats: int) -> dict[str, Sequence[d
 @click.option("--prompt-words", default=256, show_default=True, type=click.IntRange(1), help="Words per prompt.")
 @click.option("--max-tokens", default=400, show_default=True, type=click.IntRange(1), help="Tokens per output.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Runs of each, alternately.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
+@json_option
 def main(
     server: str, requests: int, rounds: int, prompt_words: int, max_tokens: int, repeats: int, json_path: Path | None
 ) -> None:
@@ -152,11 +150,9 @@ def main(
     share = best["gateway"] / best["direct"]
     for way, found in runs.items():
         for run in found:
-            print(way, json.dumps(run))
+            print(way, ", ".join(f"{name} {value:.4g}" for name, value in run.items()))
     print(f"through the gateway: {share:.3f} of the direct throughput")
-    if json_path is not None:
-        result = {**describe(), "load": asdict(load), "runs": runs, "gateway_share": round(share, 4)}
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(json_path, {**describe(), "load": asdict(load), "runs": runs, "gateway_share": share})
 
 
 if __name__ == "__main__":

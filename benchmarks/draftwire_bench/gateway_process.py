@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,14 +13,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from draftwire.contract.errors import ServerError
-from draftwire_bench.processes import both_ends
+from draftwire_bench.processes import START_TIMEOUT_S, ChildProcess
 
-START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.25
 HTTP_TIMEOUT_S = 10.0
@@ -29,8 +24,8 @@ HTTP_TIMEOUT_S = 10.0
 ARGUMENTS = ("--policy", "cache_aware", "--health-check-interval-secs", "1", "--load-monitor-interval", "1")
 
 
-class GatewayProcess:
-    """A running gateway; as a context manager, stops the gateway on exit.
+class GatewayProcess(ChildProcess):
+    """A running gateway.
 
     Attributes:
         url: URL of the HTTP service, such as `http://127.0.0.1:30000`.
@@ -53,27 +48,19 @@ class GatewayProcess:
         port, metrics_port = _free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
-        descriptor, name = tempfile.mkstemp(prefix="draftwire-gateway-", suffix=".log")
-        self._log_path = Path(name)
         urls = [address if "://" in address else f"grpc://{address}" for address in verifiers]
         listen = ["--host", "127.0.0.1", "--port", str(port)]
         metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         arguments = ["--worker-urls", *urls, *listen, *metrics, *ARGUMENTS, *extra]
-        with os.fdopen(descriptor, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "smg", "launch", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal sends Ctrl-C only to the parent, which stops its children
-                env={**os.environ, "NO_COLOR": "1"},
-                cwd=tempfile.gettempdir(),  # where smg finds no directory with the model's name
-            )
-        try:
-            self._wait(len(verifiers), time.monotonic() + timeout_s)
-        except BaseException:
-            self.stop()
-            raise
+        super().__init__(
+            "gateway",
+            [sys.executable, "-m", "smg", "launch", *arguments],
+            env={**os.environ, "NO_COLOR": "1"},
+            cwd=tempfile.gettempdir(),  # where smg finds no directory with the model's name
+        )
+        self._num_verifiers = len(verifiers)
+        with self.starting():
+            self.wait_until(self._is_ready, time.monotonic() + timeout_s, POLL_S)
 
     @property
     def api_url(self) -> str:
@@ -88,41 +75,16 @@ class GatewayProcess:
         """Return the metrics in Prometheus' text format."""
         return _get(self.metrics_url)
 
-    def log_text(self) -> str:
-        """Return smg's output so far."""
-        return self._log_path.read_text(errors="replace")
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Terminate smg, kill it after `timeout_s` seconds, and return the exit status."""
+        return super().stop(timeout_s)
 
-    def stop(self) -> None:
-        """Terminate smg, and kill it after STOP_TIMEOUT_S seconds."""
-        self._process.terminate()
+    def _is_ready(self) -> bool:
+        """Return whether smg has the tokenizer, without which it answers 503, and may route to all verifiers."""
         try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log_path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def _wait(self, num_verifiers: int, deadline: float) -> None:
-        while True:
-            try:
-                # smg answers 503 here until it has the tokenizer too.
-                if json.loads(_get(f"{self.url}/readiness"))["healthy_workers"] == num_verifiers:
-                    return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                pass
-            ended = self._process.poll() is not None
-            if ended or time.monotonic() >= deadline:
-                what = f"ended with status {self._process.returncode}" if ended else "was not ready in time"
-                raise ServerError(f"the gateway {what}; its log:\n{both_ends(self.log_text().strip())}")
-            time.sleep(POLL_S)
+            return bool(json.loads(_get(f"{self.url}/readiness"))["healthy_workers"] == self._num_verifiers)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
 
 
 def _get(url: str) -> str:

@@ -20,7 +20,6 @@ serve` measures throughput.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -31,16 +30,12 @@ from typing import Any
 import click
 import torch
 import transformers
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 from draftwire import AsyncClient, Client, Completion
-from draftwire_bench.environment import describe
+from draftwire_bench.environment import DEMO, ROOT, describe
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 from draftwire_bench.services import PairOptions, running_pair, wait_for_drafters
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "models" / "demo"
 # Text that is not in the demo pair's training data.
 SOURCES = sorted(path for folder in ("draftwire", "verifier_service") for path in (ROOT / folder).glob("*.py"))
 PROMPT_LENGTHS = (1, 7, 40, 130, 400)
@@ -113,7 +108,7 @@ class Comparison:
     help="Chats instead of source code: a file with one user message per line.",
 )
 @click.option("--gap", "allowed", type=click.FloatRange(0), help="Largest gap in ulps.  [default: 0; bfloat16: 4]")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
+@json_option
 def main(
     target: str,
     head: str,
@@ -143,11 +138,10 @@ def main(
     allowed = GAPS[dtype] if allowed is None else allowed
     _print(f"greedy output in {dtype}", result, allowed)
     _print(f"greedy output in {dtype} with a KV cache of {kv_cache_tokens} tokens", small, allowed)
-    if json_path is not None:
-        devices = {"verifier_device": verifier_device, "drafter_device": drafter_device, "dtype": dtype}
-        of_small = {"kv_cache_tokens": kv_cache_tokens, **asdict(small)}
-        written = {**describe(), **devices, "allowed_gap_ulps": allowed, **asdict(result), "small_cache": of_small}
-        json_path.write_text(json.dumps(written, indent=1) + "\n")
+    devices = {"verifier_device": verifier_device, "drafter_device": drafter_device, "dtype": dtype}
+    of_small = {"kv_cache_tokens": kv_cache_tokens, **asdict(small)}
+    document = {**describe(), **devices, "allowed_gap_ulps": allowed, **asdict(result), "small_cache": of_small}
+    write_json(json_path, document)
     if failures := find_failures(result, small, allowed):
         raise click.ClickException("\n".join(failures))
 
@@ -271,7 +265,7 @@ def find_failures(result: Comparison, small: Comparison, allowed: float) -> list
 
 
 def _print(what: str, result: Comparison, allowed: float) -> None:
-    console = Console()
+    console = report_console()
     console.print(
         f"{what} identical to transformers': {result.identical} of {result.requests} requests; "
         f"{result.tokens_that_differ} of {result.tokens} tokens differ; "
@@ -281,9 +275,7 @@ def _print(what: str, result: Comparison, allowed: float) -> None:
     if not result.partings:
         return
     title = f"first tokens that differ; gaps in ulps, allowed {allowed:g}"
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in ("request", "place", "token", "transformers'", "gap", "gap of its second"):
-        table.add_column(column, justify="right")
+    table = make_table(title, ("request", "place", "token", "transformers'", "gap", "gap of its second"))
     for one in result.partings:
         ids = (one.request, one.place, one.token, one.reference_token)
         table.add_row(*map(str, ids), f"{one.gap:.1f}", f"{one.second_gap:.1f}")

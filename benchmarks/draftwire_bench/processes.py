@@ -1,4 +1,4 @@
-"""Services as child processes, for the demo and the system tests."""
+"""Services as child processes, for the demo, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -29,59 +30,36 @@ DRAFTWIRE = (sys.executable, "-m", "draftwire_cli")
 _LISTENING = re.compile(r"^listening on (\S+:\d+)$", re.MULTILINE)
 
 
-class ServiceProcess:
-    """A running service, whose output goes to a log file; as a context manager, stops the service on exit.
+class ChildProcess:
+    """A running process, whose output goes to a log file; as a context manager, stops the process on exit."""
 
-    Attributes:
-        address: HOST:PORT that the service listens on.
-    """
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        log_path: Path | None = None,
-        timeout_s: float = START_TIMEOUT_S,
-        security: ClientSecurity = LOOPBACK,
-        program: Sequence[str] = DRAFTWIRE,
-    ) -> None:
-        """Start `draftwire ARGUMENTS` and wait until the service is healthy.
+    def __init__(self, name: str, command: Sequence[str], log_path: Path | None = None, **options: Any) -> None:
+        """Start a command.
 
         Args:
-            arguments: Arguments of the command line, beginning with the command's name.
+            name: What runs, for error messages and the log file's name.
+            command: Program and arguments.
             log_path: File to append the output to; by default a temporary file, which `stop` removes.
-            timeout_s: Seconds until the service must be healthy.
-            security: Security settings for the health check.
-            program: Command that runs `draftwire`, such as one that enters a network namespace first.
-
-        Raises:
-            ServerError: With the log, if the process ends or is not healthy in time.
+            options: Further options of `subprocess.Popen`.
         """
-        self.name = arguments[0]
+        self.name = name
         self._own_log = log_path is None
         self._kept_log: str | None = None
         if log_path is None:
-            descriptor, name = tempfile.mkstemp(prefix=f"draftwire-{self.name}-", suffix=".log")
+            descriptor, path = tempfile.mkstemp(prefix=f"draftwire-{name}-", suffix=".log")
             os.close(descriptor)
-            log_path = Path(name)
+            log_path = Path(path)
         self.log_path = log_path
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*program, *arguments],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, PARENT_PIPE: "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # a terminal sends Ctrl-C only to the parent, which stops its children
+                **options,
             )
-        try:
-            deadline = time.monotonic() + timeout_s
-            self.address = self._wait_for_address(deadline)
-            self._wait_for_health(deadline, security)
-        except BaseException:
-            self.kill()
-            self._remove_log()
-            raise
 
     @property
     def pid(self) -> int:
@@ -146,28 +124,31 @@ class ServiceProcess:
             self._process.stdin.close()
         return status
 
-    def _wait_for_address(self, deadline: float) -> str:
-        while True:
-            ended = not self.running
-            match = _LISTENING.search(self.log_text())
-            if match:
-                return match.group(1)
-            self._check_start(ended, deadline)
-            time.sleep(POLL_S)
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Kill the process and remove its log if the start, which is the context, fails."""
+        try:
+            yield
+        except BaseException:
+            self.kill()
+            self._remove_log()
+            raise
 
-    def _wait_for_health(self, deadline: float, security: ClientSecurity) -> None:
-        with open_channel(self.address, security, ()) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while True:
-                ended = not self.running
-                try:
-                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                except grpc.RpcError:
-                    pass
-                self._check_start(ended, deadline)
-                time.sleep(POLL_S)
+    def wait_until(self, is_ready: Callable[[], bool], deadline: float, poll_s: float = POLL_S) -> None:
+        """Wait until `is_ready`.
+
+        Raises:
+            ServerError: With the log, if the process ends or is not ready at the `deadline` (monotonic seconds).
+        """
+        while True:
+            ended = not self.running  # before the last look, so that a process that was ready is not a failure
+            if is_ready():
+                return
+            if ended:
+                raise self._failure(f"ended with status {self.returncode}")
+            if time.monotonic() >= deadline:
+                raise self._failure("was not ready in time")
+            time.sleep(poll_s)
 
     def check_running(self, grace_s: float = 1.0) -> None:
         """Raise ServerError with status and log if the process ends within `grace_s` seconds."""
@@ -175,14 +156,58 @@ class ServiceProcess:
             self.wait(grace_s)
             raise self._failure(f"ended with status {self.returncode}")
 
-    def _check_start(self, ended: bool, deadline: float) -> None:
-        if ended:
-            raise self._failure(f"ended with status {self.returncode}")
-        if time.monotonic() >= deadline:
-            raise self._failure("was not ready in time")
-
     def _failure(self, what: str) -> ServerError:
         return ServerError(f"the {self.name} {what}; its log:\n{both_ends(self.log_text().strip())}")
+
+
+class ServiceProcess(ChildProcess):
+    """A running service.
+
+    Attributes:
+        address: HOST:PORT that the service listens on.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        security: ClientSecurity = LOOPBACK,
+        program: Sequence[str] = DRAFTWIRE,
+    ) -> None:
+        """Start `draftwire ARGUMENTS` and wait until the service is healthy.
+
+        Args:
+            arguments: Arguments of the command line, beginning with the command's name.
+            log_path: File to append the output to; by default a temporary file, which `stop` removes.
+            timeout_s: Seconds until the service must be healthy.
+            security: Security settings for the health check.
+            program: Command that runs `draftwire`, such as one that enters a network namespace first.
+
+        Raises:
+            ServerError: With the log, if the process ends or is not healthy in time.
+        """
+        environment = {**os.environ, PARENT_PIPE: "1", "PYTHONUNBUFFERED": "1"}
+        super().__init__(arguments[0], [*program, *arguments], log_path, env=environment)
+        self.address = ""
+        deadline = time.monotonic() + timeout_s
+        with self.starting():
+            self.wait_until(self._has_address, deadline)
+            with open_channel(self.address, security, ()) as channel:
+                self.wait_until(partial(_is_serving, health_pb2_grpc.HealthStub(channel)), deadline)
+
+    def _has_address(self) -> bool:
+        match = _LISTENING.search(self.log_text())
+        self.address = match.group(1) if match else ""
+        return match is not None
+
+
+def _is_serving(stub: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
+    except grpc.RpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def both_ends(log: str) -> str:

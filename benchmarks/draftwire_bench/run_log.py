@@ -90,6 +90,8 @@ def headline(result: Mapping[str, Any]) -> str:
         return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     if "batches" in result:
         return "pass, ms: " + ", ".join(_pass_time(batch) for batch in result["batches"])
+    if result.get("sizes"):
+        return "pass, ms, " + "; ".join(_split_pass(size, measured) for size, measured in result["sizes"].items())
     ratios = [row["ratio"] for row in result.get("rows", ()) if "ratio" in row and "delay_ms" in row]
     if ratios:
         return f"with over without drafts: {min(ratios):.3f} to {max(ratios):.2f} at {len(ratios)} places"
@@ -124,6 +126,11 @@ def _load(level: Mapping[str, Any]) -> str:
 
 def _pass_time(batch: Mapping[str, Any]) -> str:
     return f"{batch['forward_ms']:.2f} for {batch['sequences']} x {batch['rows'] // batch['sequences']}"
+
+
+def _split_pass(num_gpus: str, measured: Mapping[str, Any]) -> str:
+    times = (f"{timed['step_ms']:.2f} for {batch.replace('x', ' x ')}" for batch, timed in measured["batches"].items())
+    return f"on {num_gpus}: {', '.join(times)}"
 
 
 def _draft_times(modes: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -14,7 +14,6 @@ that the verifier refuses. The exit code is 1 if a type is served with other log
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import tempfile
@@ -32,9 +31,6 @@ import click
 import numpy as np
 import torch
 import transformers
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -43,6 +39,7 @@ from draftwire.contract.errors import CheckpointError, DraftwireError
 from draftwire.model.devices import choose_device, make_current
 from draftwire.model.kv_cache import SequenceRows
 from draftwire_bench.environment import describe
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 from verifier_service.core.batch import ForwardInput
 from verifier_service.host.ranks import end_with_parent
 from verifier_service.target.runner import start_runner
@@ -118,7 +115,7 @@ class Finding:
 @click.command()
 @click.option("--device", "device_name", default="cpu", show_default=True, help="Verifier's device, such as cuda:0.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Types tried in parallel.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the result.")
+@json_option
 @click.argument("model_types", nargs=-1)
 def main(device_name: str, processes: int, json_path: Path | None, model_types: tuple[str, ...]) -> None:
     """Try MODEL_TYPES, by default all of them."""
@@ -129,15 +126,12 @@ def main(device_name: str, processes: int, json_path: Path | None, model_types: 
     every = model_types or tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     found = sorted(try_all(every, device, processes), key=lambda one: one.model_type)
     counts = Counter(finding.outcome for finding in found)
-    table = Table(title=f"transformers {transformers.__version__}, {device}", title_justify="left", box=SIMPLE)
-    for column in ("model type", "dtype", "outcome", "difference, or why"):
-        table.add_column(column)
+    columns = ("model type", "dtype", "outcome", "difference, or why")
+    table = make_table(f"transformers {transformers.__version__}, {device}", columns, columns)
     for finding in found:
         table.add_row(finding.model_type, finding.dtype, finding.outcome, finding.detail)
-    Console().print(table, ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
-    if json_path is not None:
-        result = describe() | {"device": str(device), "findings": [asdict(one) for one in found]}
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    report_console().print(table, ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
+    write_json(json_path, describe() | {"device": str(device), "findings": [asdict(one) for one in found]})
     if counts[OTHERS] or counts[FAILED]:
         raise click.ClickException("a model is served with other logits than transformers', or fails without a refusal")
 

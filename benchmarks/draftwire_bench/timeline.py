@@ -11,7 +11,6 @@ takes a microsecond.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -22,12 +21,11 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from draftwire_bench.environment import describe
 from draftwire_bench.hook.calls import CALLS, DRAFTED, WAY, WAY_WITHOUT_DRAFTS, WAYS_BOTH_EARLY, WAYS_EARLY, Mark
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 
 HOOK = Path(__file__).resolve().parent / "hook"
 NAMES = [name for names in CALLS.values() for name in names]
@@ -39,19 +37,18 @@ LEAD_S = 0.3e-3
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the result.")
+@json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def main(json_path: Path | None, command: tuple[str, ...]) -> None:
     """Run COMMAND, print the time of its steps by part, and exit with COMMAND's status."""
     with tempfile.TemporaryDirectory() as directory:
         status = run_recorded(command, Path(directory))
         records = read(Path(directory))
-    console = Console(width=max(Console().width, 100))
+    console = report_console()
     found = summaries(records)
     for summary in found:
         console.print(_table(summary))
-    if json_path is not None:
-        json_path.write_text(json.dumps(describe() | {"stretches": found}, indent=1) + "\n", encoding="utf-8")
+    write_json(json_path, describe() | {"stretches": found})
     sys.exit(status)
 
 
@@ -155,10 +152,8 @@ def _summary(
 def _table(summary: dict[str, Any]) -> Table:
     kind = "" if summary["drafts"] else ", no drafts"
     title = f"{summary['steps']} steps{kind}, {summary['ms_each']:.2f} ms each; microseconds"
-    table = Table(title=title, box=SIMPLE)
-    table.add_column("mark or method", no_wrap=True)
-    for column in ("from the tokens", "from the previous mark", "calls per step", "median"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("mark or method", "from the tokens", "from the previous mark", "calls per step", "median")
+    table = make_table(title, columns, ["mark or method"])
     for marks in summary["ways"]:
         before = 0.0
         for one in marks:

@@ -24,7 +24,7 @@ def test_a_script_that_is_called_where_it_lies_is_named_alike(monkeypatch, tmp_p
         ("/usr/local/bin/draftwire", "draftwire"),
         ("/src/draftwire_cli/__main__.py", "draftwire"),
         ("benchmarks/draftwire_bench/far_drafter.py", "python -m draftwire_bench.far_drafter"),
-        ("/src/benchmarks/draftwire_bench/tensor_parallel.py", "python -m draftwire_bench.tensor_parallel"),
+        ("/src/benchmarks/draftwire_bench/greedy_identity.py", "python -m draftwire_bench.greedy_identity"),
     ],
 )
 def test_the_command_is_as_it_is_typed_in_a_checkout(program, command, monkeypatch):

@@ -42,6 +42,10 @@ def test_a_row_has_date_commit_machine_and_file(tmp_path: Path) -> None:
         ({"findings": [{"outcome": "served"}, {"outcome": "refused"}, {"outcome": "served"}]}, "2 served, 1 refused"),
         ({"batches": [{"sequences": 32, "rows": 160, "forward_ms": 6.388}]}, "pass, ms: 6.39 for 32 x 5"),
         (
+            {"sizes": {"1": {"batches": {"1x5": {"step_ms": 4.654}}}, "2": {"batches": {"1x5": {"step_ms": 3.729}}}}},
+            "pass, ms, on 1: 4.65 for 1 x 5; on 2: 3.73 for 1 x 5",
+        ),
+        (
             {"rows": [{"delay_ms": 0.2, "ratio": 1.52}, {"delay_ms": 1.0, "ratio": 0.9751}]},
             "with over without drafts: 0.975 to 1.52 at 2 places",
         ),

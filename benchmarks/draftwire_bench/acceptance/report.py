@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from draftwire_bench.acceptance.acceptance import FORMS, Cell
+from draftwire_bench.output import make_table
 
 # Largest deviation from a closed form that is attributed to chance, in standard errors.
 MAX_Z = 5.0
@@ -78,11 +78,7 @@ def print_report(cells: Sequence[Cell], console: Console) -> None:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    table.add_column("method", no_wrap=True)
-    for column in ("T", *columns):
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    return make_table(title, ("method", "T", *columns), ["method"])
 
 
 def _measured_table(cells: Sequence[Cell]) -> Table:

@@ -15,8 +15,9 @@ import click
 
 from draftwire.client import Client
 from draftwire.contract.errors import BenchmarkError, InvalidArgumentError
-from draftwire_bench.commands.options import pair_from, pair_options, report_console
+from draftwire_bench.commands.options import pair_from, pair_options
 from draftwire_bench.environment import describe
+from draftwire_bench.output import json_option, report_console, write_json
 from draftwire_bench.serve.load import ClientPool
 from draftwire_bench.serve.workload import read_prompts
 from draftwire_bench.services import PairOptions, running_pair, wait_for_drafters
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Concurrent requests.")
 @click.option("--parallel", default=1, show_default=True, type=click.IntRange(1), help="Methods in parallel.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the first continuation.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+@json_option
 def acceptance(json_path: Path | None, **given: Any) -> None:
     """Measure acceptance with every method, and compare the same steps to closed forms.
 
@@ -67,8 +68,8 @@ def acceptance(json_path: Path | None, **given: Any) -> None:
                 cells.append(evaluate(models, method, temperature, given["num_speculative_tokens"], continuations))
             again = time.monotonic() - began
             console.print(f"{method.name}: served in {seconds:.0f} s, recomputed in {again:.0f} s")
-            if json_path is not None:  # after each method, so that an interruption loses at most one
-                json_path.write_text(json.dumps(document | report(cells), indent=1) + "\n", encoding="utf-8")
+            # After each method, so that an interruption loses at most one.
+            write_json(json_path, document | report(cells))
     print_report(cells, console)
     if find_deviations(cells):
         raise BenchmarkError("measured acceptance deviates from the closed form")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.box import SIMPLE
 from rich.table import Table
 
 from draftwire.contract.errors import BenchmarkError
-from draftwire_bench.commands.options import Numbers, report_console
+from draftwire_bench.commands.options import Numbers
 from draftwire_bench.environment import describe
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 
 if TYPE_CHECKING:
     from draftwire_bench.kernels.kernels import Row
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="Directory with vLLM's gumbel.py and rejection_sampler_utils.py (Model Runner V2), to time for comparison.",
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+@json_option
 def kernels(batches: Sequence[int], only: str, peer: Path | None, json_path: Path | None) -> None:
     """Measure the sampling kernels on a GPU, and compare them to the memory bandwidth.
 
@@ -52,8 +51,8 @@ def kernels(batches: Sequence[int], only: str, peer: Path | None, json_path: Pat
             for row in measure_kernels(batch, beside, bandwidth, only):
                 rows.append(row)
                 status.update(f"batch {batch}: {row.name} {row.us:.1f} us")
-            if json_path is not None:  # after each batch, so that an interruption loses at most one
-                json_path.write_text(json.dumps(document | _report(rows, bandwidth), indent=1) + "\n")
+            # After each batch, so that an interruption loses at most one.
+            write_json(json_path, document | _report(rows, bandwidth))
     title = f"{torch.cuda.get_device_name()}, copy bandwidth {bandwidth / 1e12:.2f} TB/s; microseconds"
     console.print(_table(rows, title))
 
@@ -74,9 +73,8 @@ def _report(rows: Sequence[Row], bandwidth: float) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in ("kernel", "batch", "ours", "peer", "peer / ours", "MB", "floor", "ours / floor", "accepted"):
-        table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=True)
+    columns = ("kernel", "batch", "ours", "peer", "peer / ours", "MB", "floor", "ours / floor", "accepted")
+    table = make_table(title, columns, ["kernel"])
     for row in rows:
         table.add_row(
             row.name,

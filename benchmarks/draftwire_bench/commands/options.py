@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 
 from draftwire_bench.services import PairOptions
 
@@ -78,9 +77,3 @@ def pair_from(given: dict[str, Any]) -> PairOptions:
         **{name: given.pop(name) for name in ("target", "head", "verifier_device", "drafter_device")},
         **{name: given.pop(name) for name in ("dtype", "load_format")},
     )
-
-
-def report_console() -> Console:
-    """Return the console for results; in a file or a pipe, rows are not wrapped."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=132)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,9 @@ from rich.console import Console
 from draftwire.client.request import Prompt
 from draftwire.server.cli_options import client_security, client_security_options
 from draftwire.v1 import generate_pb2 as pb
-from draftwire_bench.commands.options import Numbers, pair_from, pair_options, report_console
+from draftwire_bench.commands.options import Numbers, pair_from, pair_options
 from draftwire_bench.environment import describe, read_shape
+from draftwire_bench.output import json_option, report_console, write_json
 from draftwire_bench.serve.report import load_matplotlib, plot, print_report, report
 from draftwire_bench.serve.serve import MeasurementInterrupted, ServeOptions, measure
 from draftwire_bench.serve.workload import Level, Shape, endless, parse_sampling, random_prompts, read_prompts
@@ -67,7 +67,7 @@ from draftwire_bench.services import running_pair
     is_flag=True,
     help="Allow fewer drafts with synthetic acceptance, such as by --adaptive-k.",
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+@json_option
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="PNG file for a plot.")
 def serve(json_path: Path | None, plot_path: Path | None, speculative_config: str, **given: Any) -> None:
     """Measure throughput and latency, with drafting off and on.
@@ -92,8 +92,7 @@ def serve(json_path: Path | None, plot_path: Path | None, speculative_config: st
             raise
     print_report(info, results, console)
     if json_path is not None:
-        document = describe() | shapes | report(info, options, results)
-        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, describe() | shapes | report(info, options, results))
     if plot_path is not None:
         plot(results, f"{info.target} on {info.device} in {info.dtype}", plot_path)
     if interrupted is not None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-from rich.box import SIMPLE
 from rich.table import Table
 
 from draftwire.contract.errors import InvalidArgumentError
-from draftwire_bench.commands.options import report_console
 from draftwire_bench.environment import describe
+from draftwire_bench.output import json_option, make_table, report_console, write_json
 
 if TYPE_CHECKING:
     from draftwire_bench.transport.transport import Row
@@ -31,7 +29,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 @click.option("--sender-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Sender's.")
 @click.option("--receiver-device", default="cpu", show_default=True, metavar="cpu|cuda[:INDEX]", help="Receiver's.")
 @click.option("--repeats", default=200, show_default=True, type=click.IntRange(1), help="Maximum repeats per row.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="File for the results.")
+@json_option
 def transport(sizes: str, sender_device: str, receiver_device: str, repeats: int, json_path: Path | None) -> None:
     """Measure the latency of tensors between two processes of this host, for every carrier.
 
@@ -48,14 +46,9 @@ def transport(sizes: str, sender_device: str, receiver_device: str, repeats: int
     with console.status("starting the receiver") as status:
         rows = measure_transport(options, status.update)
     console.print(_table(rows, f"{sender_device} to {receiver_device}: one-way, microseconds; all bytes as sent"))
-    if json_path is not None:
-        document = describe() | {
-            "benchmark": "transport",
-            "sender_device": sender_device,
-            "receiver_device": receiver_device,
-            "rows": [_mapping(row) for row in rows],
-        }
-        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    devices = {"sender_device": sender_device, "receiver_device": receiver_device}
+    found = [asdict(row) | {"gb_per_s": row.gb_per_s} for row in rows]
+    write_json(json_path, describe() | {"benchmark": "transport", **devices, "rows": found})
 
 
 def _parse(text: str) -> list[int]:
@@ -76,14 +69,9 @@ def _size_text(size: int) -> str:
     return f"{size} B"
 
 
-def _mapping(row: Row) -> dict[str, Any]:
-    return {**asdict(row), "gb_per_s": row.gb_per_s}
-
-
 def _table(rows: Sequence[Row], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in ("tensor by", "message by", "size", "repeats", "median", "p99", "GB/s", ""):
-        table.add_column(column, justify="left" if column in ("tensor by", "message by", "") else "right")
+    columns = ("tensor by", "message by", "size", "repeats", "median", "p99", "GB/s", "")
+    table = make_table(title, columns, ["tensor by", "message by", ""])
     for row in rows:
         figures = (row.median_us, row.p99_us, row.gb_per_s)
         table.add_row(

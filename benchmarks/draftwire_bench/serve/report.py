@@ -16,6 +16,7 @@ from draftwire.contract.errors import BenchmarkError
 from draftwire.contract.validation import speculative_config_to_mapping
 from draftwire.server.memory_table import memory_mapping, memory_table
 from draftwire.v1 import generate_pb2 as pb
+from draftwire_bench.output import make_table
 from draftwire_bench.serve.load import ClientLoad
 from draftwire_bench.serve.metrics import PHASES, Percentiles, step_seconds
 from draftwire_bench.serve.serve import LevelResult, ServeOptions
@@ -145,10 +146,7 @@ def _name(result: LevelResult) -> str:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in ("requests, drafts", *columns):
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    return make_table(title, ("requests, drafts", *columns))
 
 
 def _speed_table(info: pb.GetVerifierInfoResponse, results: Sequence[LevelResult]) -> Table:
