@@ -15,7 +15,8 @@ from draftwire.client import Client
 from draftwire.contract.errors import ServerError
 from draftwire_bench.gateway_process import GatewayProcess
 from draftwire_bench.processes import start_drafter, start_verifier
-from draftwire_cli.demo_run import CPU, MODELS, wait_for_drafter
+from draftwire_bench.services import wait_for_drafters
+from draftwire_cli.demo_run import CPU, MODELS
 
 QUESTION = [{"role": "user", "content": "Write a function that sorts a list."}]
 ASK_WEATHER = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -62,7 +63,7 @@ def demo_gateway(head: Path, target: Path, max_tokens: int) -> None:
         status.update("starting the verifier")
         with start_verifier(target, [drafter.address], *CPU, "--kv-events") as verifier:
             with Client(verifier.address) as client:
-                wait_for_drafter(client)
+                wait_for_drafters(client)
             status.update("starting the gateway")
             with GatewayProcess([verifier.address]) as gateway:
                 status.stop()

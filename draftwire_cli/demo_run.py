@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from rich.text import Text
 
 from draftwire.client import Client, Completion, Options
 from draftwire.client.request import ChatMessage, Prompt
-from draftwire.contract.errors import CheckpointError, ServerError
-from draftwire.v1 import generate_pb2 as pb
+from draftwire.contract.errors import CheckpointError
 from draftwire_bench.demo_prompts import PROMPTS
 from draftwire_bench.processes import start_drafter, start_verifier
+from draftwire_bench.services import wait_for_drafters
 from draftwire_cli.output import DRAFTED_COLOUR, rates_text, visible
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -29,7 +28,6 @@ QUESTIONS = (
     "What are three ways to save water at home?",
     "Write a short email that thanks a colleague for her help.",
 )
-DRAFTER_TIMEOUT_S = 30.0
 CPU = ("--device", "cpu")
 GREEDY: Options = {"temperature": 0.0}
 SAMPLED: Options = {"temperature": 0.8, "seed": 1}
@@ -84,26 +82,10 @@ def serving_demo(head: Path, target: Path, console: Console) -> Iterator[Client]
         status.update("starting the verifier")
         with start_verifier(target, [drafter.address], *CPU) as verifier, Client(verifier.address) as client:
             status.update("waiting for the drafter to be accepted")
-            wait_for_drafter(client)
+            wait_for_drafters(client)
             status.stop()
             console.print(f"drafter on {drafter.address}, verifier on {verifier.address}\n")
             yield client
-
-
-def wait_for_drafter(client: Client) -> None:
-    """Wait until the verifier has accepted its drafter.
-
-    Raises:
-        ServerError: If the verifier refuses the drafter or does not accept it in time.
-    """
-    deadline = time.monotonic() + DRAFTER_TIMEOUT_S
-    while True:
-        (drafter,) = client.info().drafters
-        if drafter.state == pb.DRAFTER_STATE_READY:
-            return
-        if drafter.state == pb.DRAFTER_STATE_REFUSED or time.monotonic() > deadline:
-            raise ServerError(f"the verifier did not accept the drafter: {drafter.detail or 'no answer in time'}")
-        time.sleep(0.05)
 
 
 def run_demo(

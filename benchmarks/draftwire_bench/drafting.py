@@ -7,7 +7,7 @@
 `replay` is the time of the captured step (CUDA events), `step` the time from a step's submission with features on the
 GPU to its answer with draft logits on the GPU; both are medians. Each sequence has 1 to 5 rows, 3 on average. Features
 are fused, as verifiers send them. The floor is the time for the least reads at the device's copy bandwidth: the head's
-weights once per pass, and keys and values of the context. The kernels of a replay and the memory use follow.
+weights once per pass, and keys and values of the context. The kernels of a replay follow.
 """
 
 from __future__ import annotations
@@ -170,8 +170,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
             for kernel in row["kernels"]:
                 table.add_row(kernel["kernel"], f"{kernel['launches']:.0f}", f"{kernel['us']:.1f}")
             console.print(table)
-    console.print(results["memory"])
-    console.print({key: results[key] for key in ("capture_s", "copy_bandwidth")})
+    console.print(f"peak memory of tensors: {results['peak_bytes'] / 2**30:.2f} GiB")
 
 
 @click.command()
@@ -187,14 +186,12 @@ def main(
     """Measure and print tables."""
     device = torch.device("cuda:0")
     bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     head = load_head(head_dir, target, torch.bfloat16, device, dummy=True)
     max_model_len = min(MAX_MODEL_LEN, head.spec.max_position_embeddings)
     limits = EngineLimits(MAX_NUM_SEQS, max_model_len, kv_cache_tokens=MAX_NUM_SEQS * 2048)
-    weights, weights_allocated = weight_bytes(head_dir, head), torch.cuda.memory_allocated()
+    weights = weight_bytes(head_dir, head)
     engine = DraftEngine(head, limits, torch.bfloat16, device)
-    began = time.monotonic()
     engine.warm_up()
     results: dict[str, Any] = {
         **describe(),
@@ -203,29 +200,18 @@ def main(
         "drafts": drafts,
         "context": context,
         "copy_bandwidth": bandwidth,
-        "capture_s": {"greedy": time.monotonic() - began},
         "modes": {},
-        "memory": {
-            "weights_bytes": weights_allocated,
-            "kv_cache_bytes": sum(x.nbytes for x in (*engine._cache.keys, *engine._cache.values)),
-            "graphs_reserved_bytes": torch.cuda.memory_reserved(),
-        },
     }
     for name, mode in MODES.items():
-        began = time.monotonic()
         # Keeps the mode's buffers and graphs between batch sizes.
         keeper = engine.open_session(SessionTerms("keeper", mode, drafts, 1), lambda _: None)
-        results["capture_s"].setdefault(name, time.monotonic() - began)
         results["modes"][name] = [
             measure(engine, mode, size, context, drafts)
             | {"floor_ms": floor_bytes(weights, head, size, context, drafts) / bandwidth * 1e3}
             for size in batches
         ]
         engine.close_session(keeper)
-    results["memory"]["draft_logits_bytes"] = {
-        name: rows[-1]["draft_logits_bytes"] for name, rows in results["modes"].items()
-    }
-    results["memory"]["peak_bytes"] = torch.cuda.max_memory_allocated()
+    results["peak_bytes"] = torch.cuda.max_memory_allocated()
     show(report_console(), results)
     write_json(json_path, results)
 

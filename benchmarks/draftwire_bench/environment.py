@@ -19,7 +19,6 @@ from draftwire.contract.version import VERSION
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
 SHAPES = ROOT / "benchmarks" / "shapes"
-WRITTEN = {"--json", "--plot"}  # options that name files
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy")
 
 
@@ -53,7 +52,7 @@ def _command() -> list[str]:
     is_script = program.suffix == ".py" and program.name != "__main__.py"
     called = ["python", "-m", f"{program.parent.name}.{program.stem}"] if is_script else ["draftwire"]
     given = zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
-    return [*called, *(one for before, one in given if not {before, one.partition("=")[0]} & WRITTEN)]
+    return [*called, *(one for before, one in given if "--json" not in (before, one.partition("=")[0]))]
 
 
 def _commit() -> str | None:

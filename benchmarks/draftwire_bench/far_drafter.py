@@ -25,7 +25,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from draftwire_bench.link import Link, LinkQuality
 from draftwire_bench.output import json_option, make_table, report_console, write_json
 from draftwire_bench.processes import start_drafter, start_verifier
 from draftwire_bench.serve.serve import LevelResult, ServeOptions, measure
-from draftwire_bench.serve.workload import Level, Shape, endless, random_prompts
+from draftwire_bench.serve.workload import Level, Shape, random_prompts
 from draftwire_bench.services import START_TIMEOUT_S
 
 # Least throughput with drafts, relative to throughput without drafts.
@@ -143,7 +143,7 @@ def _plan(address: str) -> dict[str, Any]:
 @cache
 def _prompts(has_tokenizer: bool, vocab_size: int) -> Iterator[Prompt]:
     """Return one source for all rounds, so that no random prompt is repeated."""
-    return endless(PROMPTS) if has_tokenizer else random_prompts(PROMPT_TOKENS, vocab_size, seed=0)
+    return cycle(PROMPTS) if has_tokenizer else random_prompts(PROMPT_TOKENS, vocab_size, seed=0)
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:

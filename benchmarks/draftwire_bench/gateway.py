@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -42,27 +42,15 @@ class Load:
         return f"{next(NUMBERS)} " + " ".join(WORDS[n % len(WORDS)] for n in range(self.prompt_words))
 
 
-@dataclass(frozen=True)
-class Run:
-    """A measurement; times in seconds."""
-
-    tokens: int
-    total_s: float
-    first_token_s: list[float]
-
-    def summary(self) -> dict[str, float]:
-        """Return tokens per second, and the median and the 99th percentile of the time to the first token."""
-        first = percentiles(self.first_token_s)
-        assert first is not None
-        return {"tokens_per_s": self.tokens / self.total_s, "ttft_p50_s": first.p50, "ttft_p99_s": first.p99}
-
-
 # Serves one prompt; returns the number of output tokens and when the first arrived, by time.perf_counter().
 Ask = Callable[[str], Awaitable[tuple[int, float]]]
 
 
-async def run_load(load: Load, ask: Ask) -> Run:
-    """Run `load.requests` clients with `load.rounds` consecutive requests each."""
+async def run_load(load: Load, ask: Ask) -> dict[str, float]:
+    """Run `load.requests` clients with `load.rounds` consecutive requests each.
+
+    Return tokens per second, and the median and the 99th percentile of the time to the first token.
+    """
     firsts: list[float] = []
 
     async def run_client() -> int:
@@ -76,10 +64,12 @@ async def run_load(load: Load, ask: Ask) -> Run:
 
     began = time.perf_counter()
     tokens = sum(await asyncio.gather(*(run_client() for _ in range(load.requests))))
-    return Run(tokens, time.perf_counter() - began, firsts)
+    total_s, first_token = time.perf_counter() - began, percentiles(firsts)
+    assert first_token is not None
+    return {"tokens_per_s": tokens / total_s, "ttft_p50_s": first_token.p50, "ttft_p99_s": first_token.p99}
 
 
-async def directly(server: str, load: Load) -> Run:
+async def directly(server: str, load: Load) -> dict[str, float]:
     """Measure the verifier's service."""
     async with AsyncClient(server) as client:
 
@@ -93,7 +83,7 @@ async def directly(server: str, load: Load) -> Run:
         return await run_load(load, ask)
 
 
-async def through_gateway(gateway: GatewayProcess, load: Load) -> Run:
+async def through_gateway(gateway: GatewayProcess, load: Load) -> dict[str, float]:
     """Measure smg's HTTP service with OpenAI's client."""
     from openai import AsyncOpenAI
 
@@ -119,7 +109,7 @@ async def through_gateway(gateway: GatewayProcess, load: Load) -> Run:
         return await run_load(load, ask)
 
 
-async def measure(server: str, load: Load, repeats: int) -> dict[str, Sequence[dict[str, float]]]:
+async def measure(server: str, load: Load, repeats: int) -> dict[str, list[dict[str, float]]]:
     """Measure both alternately, after a warm-up round of each."""
     with GatewayProcess([server], "--log-level", "warn") as gateway:
         once = Load(load.requests, 1, load.prompt_words, load.max_tokens)
@@ -127,9 +117,9 @@ async def measure(server: str, load: Load, repeats: int) -> dict[str, Sequence[d
         await through_gateway(gateway, once)
         runs: dict[str, list[dict[str, float]]] = {"direct": [], "gateway": []}
         for _ in range(repeats):
-            runs["direct"].append((await directly(server, load)).summary())
-            runs["gateway"].append((await through_gateway(gateway, load)).summary())
-    return dict(runs)
+            runs["direct"].append(await directly(server, load))
+            runs["gateway"].append(await through_gateway(gateway, load))
+    return runs
 
 
 @click.command()

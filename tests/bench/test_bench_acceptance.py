@@ -57,7 +57,7 @@ def test_the_demo_pair_with_one_method(prompts, tmp_path):
     ("arguments", "text"),
     [
         (("--methods", "strict"), "methods = 'strict': allowed: greedy one-hot, gumbel one-hot"),
-        (("--temperatures", "-1"), "temperatures = '-1': must be numbers in [0, inf)"),
+        (("--temperatures", "-1"), "'--temperatures': '-1' is not a list of numbers from 0 on"),
         (("--prompts", "missing.jsonl"), "prompts = 'missing.jsonl': must be a file of JSON lines"),
     ],
 )

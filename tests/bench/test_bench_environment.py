@@ -33,7 +33,7 @@ def test_the_command_is_as_it_is_typed_in_a_checkout(program, command, monkeypat
 
 
 def test_the_files_that_a_command_writes_are_no_part_of_it(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["draftwire", "bench", "--json", "a.json", "--rounds", "2", "--plot=a.png"])
+    monkeypatch.setattr(sys, "argv", ["draftwire", "--json", "a.json", "bench", "--rounds", "2", "--json=b.json"])
     assert describe()["command"] == "draftwire bench --rounds 2"
 
 

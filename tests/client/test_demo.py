@@ -75,9 +75,11 @@ def test_missing_model_is_told(tmp_path):
 
 def test_refused_drafter_ends_the_demo():
     class Refusing:
+        address = "127.0.0.1:1"
+
         def info(self):
             status = pb.DrafterStatus(state=pb.DRAFTER_STATE_REFUSED, detail="vocabulary 9, head 8")
             return pb.GetVerifierInfoResponse(drafters=[status])
 
-    with pytest.raises(ServerError, match="did not accept the drafter: vocabulary 9, head 8"):
-        demo.wait_for_drafter(Refusing())
+    with pytest.raises(ServerError, match=r"drafters of 127\.0\.0\.1:1 are not ready: .*: vocabulary 9, head 8"):
+        demo.wait_for_drafters(Refusing())

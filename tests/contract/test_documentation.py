@@ -161,7 +161,10 @@ def test_every_sampling_parameter_states_its_default():
         assert "Default" in COMMENTS[f"SpeculativeConfig.{field.name}"]
 
 
-OTHER_PAGES = ("README.md", "SECURITY.md", "training/README.md", "models/demo/README.md", "models/smollm2/README.md")
+OTHER_PAGES = (
+    *("README.md", "SECURITY.md", "benchmarks/README.md", "training/README.md"),
+    *("models/demo/README.md", "models/smollm2/README.md"),
+)
 PAGES = sorted([*(ROOT / page for page in OTHER_PAGES), *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9][0-9][0-9]-*.md"))
 TABLE_LINE = re.compile(r"\s*[|┏┃┡│└]")  # of a Markdown table, or of a terminal's

@@ -12,7 +12,8 @@ from draftwire.client import Client
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.gateway_process import GatewayProcess
 from draftwire_bench.processes import ServiceProcess, start_drafter, start_verifier
-from draftwire_cli.demo_run import CPU, MODELS, wait_for_drafter
+from draftwire_bench.services import wait_for_drafters
+from draftwire_cli.demo_run import CPU, MODELS
 
 pytest.importorskip("smg", reason="needs the gateway: pip install '.[gateway]'")
 pytest.importorskip("openai", reason="needs openai: pip install '.[gateway]'")
@@ -52,7 +53,7 @@ def start_fleet(*gateway_arguments: str) -> Iterator[Fleet]:
             verifier = start_verifier(target, [drafter.address], *arguments, timeout_s=START_TIMEOUT_S)
             verifiers.append(stack.enter_context(verifier))
             clients.append(stack.enter_context(Client(verifier.address)))
-            wait_for_drafter(clients[-1])
+            wait_for_drafters(clients[-1])
         addresses = [verifier.address for verifier in verifiers]
         gateway = stack.enter_context(GatewayProcess(addresses, *gateway_arguments, timeout_s=START_TIMEOUT_S))
         yield Fleet(gateway, verifiers, clients)

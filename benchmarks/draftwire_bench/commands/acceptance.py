@@ -15,7 +15,7 @@ import click
 
 from draftwire.client import Client
 from draftwire.contract.errors import BenchmarkError, InvalidArgumentError
-from draftwire_bench.commands.options import pair_from, pair_options
+from draftwire_bench.commands.options import Numbers, pair_from, pair_options
 from draftwire_bench.environment import describe
 from draftwire_bench.output import json_option, report_console, write_json
 from draftwire_bench.serve.load import ClientPool
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--prompt-tokens", type=click.IntRange(1), help="Use the first N tokens of each prompt.  [default: all]")
 @click.option("--samples", default=1, show_default=True, type=click.IntRange(1), help="Samples per prompt for T > 0.")
 @click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1), help="Per continuation.")
-@click.option("--temperatures", default="0,0.7,1", show_default=True, metavar="T,T,...", help="Temperatures.")
+@click.option("--temperatures", type=Numbers(float, least=0), default="0,0.7,1", show_default=True)
 @click.option("--methods", metavar="NAME,...", help="Only these methods.  [default: all]")
 @click.option("--num-speculative-tokens", default=4, show_default=True, type=click.IntRange(1, 16), help="k.")
 @click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Concurrent requests.")
@@ -53,7 +53,7 @@ def acceptance(json_path: Path | None, **given: Any) -> None:
 
     pair = pair_from(given).with_room_for(given["concurrency"])
     methods = _choose(METHODS, given.pop("methods"))
-    temperatures = _temperatures(given.pop("temperatures"))
+    temperatures = given.pop("temperatures")
     prompts = _token_ids(pair, given)
     console = report_console()
     workload = {name: given[name] for name in ("output_tokens", "num_speculative_tokens", "samples", "seed")}
@@ -82,16 +82,6 @@ def _choose(methods: Sequence[Method], names: str | None) -> list[Method]:
         if name not in by_name:
             raise InvalidArgumentError("methods", name, f"allowed: {', '.join(by_name)}")
     return [by_name[name] for name in chosen]
-
-
-def _temperatures(text: str) -> list[float]:
-    try:
-        temperatures = [float(part) for part in text.split(",")]
-    except ValueError:
-        temperatures = [-1.0]
-    if not all(0 <= temperature < float("inf") for temperature in temperatures):
-        raise InvalidArgumentError("temperatures", text, "must be numbers in [0, inf), as in 0,0.7,1")
-    return temperatures
 
 
 def _token_ids(pair: PairOptions, given: dict[str, Any]) -> list[list[int]]:

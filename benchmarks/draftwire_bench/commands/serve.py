@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.commands.options import Numbers, pair_from, pair_options
 from draftwire_bench.environment import describe, read_shape
 from draftwire_bench.output import json_option, report_console, write_json
-from draftwire_bench.serve.report import load_matplotlib, plot, print_report, report
+from draftwire_bench.serve.report import print_report, report
 from draftwire_bench.serve.serve import MeasurementInterrupted, ServeOptions, measure
-from draftwire_bench.serve.workload import Level, Shape, endless, parse_sampling, random_prompts, read_prompts
+from draftwire_bench.serve.workload import Level, Shape, parse_sampling, random_prompts, read_prompts
 from draftwire_bench.services import running_pair
 
 
@@ -68,16 +69,13 @@ from draftwire_bench.services import running_pair
     help="Allow fewer drafts with synthetic acceptance, such as by --adaptive-k.",
 )
 @json_option
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="PNG file for a plot.")
-def serve(json_path: Path | None, plot_path: Path | None, speculative_config: str, **given: Any) -> None:
+def serve(json_path: Path | None, speculative_config: str, **given: Any) -> None:
     """Measure throughput and latency, with drafting off and on.
 
     Measures a running verifier (--server), or starts both services (--target and --head). With synthetic acceptance the
     command fails if any work was skipped, unless --fewer-drafts is set. Ctrl-C prints and writes the levels measured so
     far.
     """
-    if plot_path is not None:
-        load_matplotlib()
     console, security = report_console(), client_security(given)
     options = _options(given)
     interrupted = None
@@ -91,10 +89,7 @@ def serve(json_path: Path | None, plot_path: Path | None, speculative_config: st
         if not results:
             raise
     print_report(info, results, console)
-    if json_path is not None:
-        write_json(json_path, describe() | shapes | report(info, options, results))
-    if plot_path is not None:
-        plot(results, f"{info.target} on {info.device} in {info.dtype}", plot_path)
+    write_json(json_path, describe() | shapes | report(info, options, results))
     if interrupted is not None:
         raise interrupted
 
@@ -124,7 +119,7 @@ def _prompts(given: dict[str, Any]) -> Callable[[pb.GetVerifierInfoResponse], It
     path, length, seed = given["prompts"], given["prompt_tokens"], given["seed"]
     if path is not None:
         prompts = read_prompts(path)
-        return lambda _: endless(prompts)
+        return lambda _: cycle(prompts)
     return lambda info: random_prompts(length, info.vocab_size, seed)
 
 

@@ -1,10 +1,9 @@
-"""The report and plot of `draftwire bench serve`."""
+"""The report of `draftwire bench serve`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwire.client.missing_drafts import cause_text, counted
-from draftwire.contract.errors import BenchmarkError
 from draftwire.contract.validation import speculative_config_to_mapping
 from draftwire.server.memory_table import memory_mapping, memory_table
 from draftwire.v1 import generate_pb2 as pb
@@ -214,47 +212,3 @@ def clients_text(loads: Sequence[tuple[str, ClientLoad]]) -> str:
         f"The client processes may have limited the result at {', '.join(levels)} ({figures}). "
         "Measure again with more --client-processes, or from another machine."
     )
-
-
-def plot(results: Sequence[LevelResult], title: str, path: Path) -> None:
-    """Plot throughput over load as a PNG.
-
-    Raises:
-        BenchmarkError: Without matplotlib.
-    """
-    figure_class = load_matplotlib()
-    figure = figure_class(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for drafting, style in ((False, "o--"), (True, "o-")):
-        chosen = [result for result in results if result.drafting == drafting]
-        if chosen:
-            loads = [result.level.concurrency or result.level.request_rate for result in chosen]
-            axes.plot(loads, [r.tokens_per_s for r in chosen], style, label=f"drafting {'on' if drafting else 'off'}")
-    by_rate = results[0].level.concurrency is None
-    ticks = sorted({float(result.level.concurrency or result.level.request_rate or 0.0) for result in results})
-    axes.set_xlabel("requests per second" if by_rate else "concurrent requests")
-    axes.set_ylabel("output tokens per second")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_yscale("log", base=10)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter("")
-    axes.grid(visible=True, which="both", alpha=0.3)
-    axes.set_title(title, fontsize=10)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def load_matplotlib() -> Any:
-    """Return matplotlib's Figure.
-
-    Raises:
-        BenchmarkError: Without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BenchmarkError(
-            "--plot needs matplotlib, which is in the extra `bench`: pip install 'draftwire[bench]'"
-        ) from error
-    return Figure

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from draftwire.client import Client
 from draftwire.client.request import Prompt
@@ -27,7 +28,7 @@ from draftwire_bench.serve.metrics import (
     steady_intervals,
     throughput,
 )
-from draftwire_bench.serve.workload import Level, Shape, in_slots, take
+from draftwire_bench.serve.workload import Level, Shape, in_slots
 from draftwire_bench.services import wait_for_drafters
 
 # Requests that one client process can handle without limiting the result.
@@ -228,7 +229,7 @@ class _Runner:
         shape = self._options.shape
         requests = [
             shape.request(prompt, self._num_sent + number, drafting=drafting, max_tokens=max_tokens)
-            for number, prompt in enumerate(take(self._prompts, count))
+            for number, prompt in enumerate(islice(self._prompts, count))
         ]
         self._num_sent += count
         return self._pool.run(in_slots(requests, level, shape.seed), on_poll)

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, cycle, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +123,3 @@ def in_slots(requests: Sequence[Planned], level: Level, seed: int) -> list[list[
     rng = random.Random(seed)
     gaps = (rng.expovariate(level.request_rate) for _ in requests)
     return [[Planned(planned.request, at)] for planned, at in zip(requests, accumulate(gaps), strict=True)]
-
-
-def endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """Repeat the prompts endlessly."""
-    return cycle(prompts)
-
-
-def take(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
-    """Return the next `count` prompts."""
-    return list(islice(prompts, count))
