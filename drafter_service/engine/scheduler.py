@@ -112,38 +112,49 @@ class Scheduler:
 
         An evicted sequence is answered as unknown at its next rows, and its verifier opens it again.
         """
-        table, evicted_busy = self._table, False
         others = [other for other in sessions if other is not session]
         if not others:
             return False
-        own = len(session.slots) - sum(sequence_id in session.slots for sequence_id in step.closed_ids)
-        wanted = min(len(step.opened), session.terms.max_sequences - own) if self.takes_sequences else 0
-        for held in range(own + table.num_free, own + wanted):
-            victim = max(others, key=_num_slots, default=None)
-            if victim is None or _num_slots(victim) <= held + 1:
-                break
-            evicted_busy |= self._evict(victim)
-        missing = self._num_missing_blocks(session, step) - table.num_free_blocks
-        held = self._num_blocks(session) + missing if missing > 0 else 0
-        while missing > 0:
-            victim = max(others, key=self._num_blocks, default=None)
-            if victim is None or self._num_blocks(victim) <= held:
-                break
-            missing -= self._num_blocks(victim)
-            evicted_busy |= self._evict(victim)
-            missing += self._num_blocks(victim)
-        return evicted_busy
+        closed = [session.slots[sequence_id] for sequence_id in {*step.closed_ids} & session.slots.keys()]
+        waits_for_slots = self._claim_slots(session, others, step, len(closed))
+        return self._claim_blocks(session, others, step, closed) or waits_for_slots
 
-    def _num_missing_blocks(self, session: Session, step: Step) -> int:
-        """Return the number of blocks that a step's rows need beyond their sequences' blocks; 0 if certainly enough
-        blocks are free."""
-        if blocks_for(len(step.tokens)) + len(step.sequence_ids) <= self._table.num_free_blocks:
-            return 0
-        known = (session.slots.get(sequence_id) for sequence_id in step.sequence_ids)
-        return sum(
-            blocks_for(num_rows) if slot is None else self._table.num_missing_blocks(slot, num_rows)
-            for slot, num_rows in zip(known, step.num_rows.tolist(), strict=True)
-        )
+    def _claim_slots(self, session: Session, others: list[Session], step: Step, num_closed: int) -> bool:
+        """Evict sequences for slots, as `_claim`; the step closes `num_closed` sequences."""
+        own, waits = len(session.slots) - num_closed, False
+        wanted = min(len(step.opened), session.terms.max_sequences - own) if self.takes_sequences else 0
+        for held in range(own + num_closed + self._table.num_free, own + wanted):
+            victim = max(others, key=_num_slots)
+            if _num_slots(victim) <= held + 1:
+                break
+            waits |= self._evict(victim)
+        return waits
+
+    def _claim_blocks(self, session: Session, others: list[Session], step: Step, closed: list[int]) -> bool:
+        """Evict sequences for blocks, as `_claim`; the step closes the sequences at the slots `closed`.
+
+        A session that held more than its victim afterwards would lose the blocks again when the victim comes back.
+        """
+        table, waits = self._table, False
+        if blocks_for(len(step.tokens)) + len(step.sequence_ids) <= table.num_free_blocks:
+            return False
+        freed = int(table.num_blocks[closed].sum())
+        free, held = table.num_free_blocks + freed, self._num_blocks(session) - freed
+        opened = {new.sequence_id for new in step.opened}
+        for sequence_id, num_rows in zip(step.sequence_ids, step.num_rows.tolist(), strict=True):
+            slot = session.slots.get(sequence_id)
+            if slot is None and sequence_id not in opened:
+                continue  # unknown: its rows are refused
+            missing = blocks_for(num_rows) if slot is None else table.num_missing_blocks(slot, num_rows)
+            held, free = held + missing, free - missing
+            while free < 0:
+                victim = max(others, key=self._num_blocks)
+                num_blocks = self._num_blocks(victim)
+                if num_blocks <= held:
+                    return waits
+                waits |= self._evict(victim)
+                free += num_blocks - self._num_blocks(victim)
+        return waits
 
     def _num_blocks(self, session: Session) -> int:
         return int(self._table.num_blocks[list(session.slots.values())].sum())

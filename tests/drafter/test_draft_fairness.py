@@ -85,6 +85,59 @@ def test_a_newcomer_takes_blocks_from_the_largest_session(head):
     assert ask_all(flood, range(2, 5), 2 * BLOCK_SIZE) == [OK, UNKNOWN, UNKNOWN]
 
 
+def test_slots_that_a_step_frees_are_taken_from_no_other(head):
+    engine = make_engine(head, max_num_seqs=8)
+    streams = turning, other = connect(engine), connect(engine)
+    for stream in streams:
+        fill(stream, 4)
+    ids = range(5, 9)
+    answered = turning.step([Rows(i, Text(i), 0, 5, 1) for i in ids], [opened(i) for i in ids], closed=range(1, 5))
+    assert [answered[i].status for i in ids] == [OK] * 4
+    assert engine.num_evictions == 0
+    assert ask_all(other, range(1, 5)) == [OK] * 4
+
+
+def test_blocks_that_a_step_frees_are_taken_from_no_other(head):
+    engine = make_engine(head, kv_cache_tokens=11 * BLOCK_SIZE)
+    turning, other = connect(engine), connect(engine)
+    fill(turning, 1, num_rows=3 * BLOCK_SIZE - 2)  # and rows of the next step
+    fill(other, 2, num_rows=4 * BLOCK_SIZE - 2)
+    assert other.answers[-1].load.kv_cache_usage == 1
+    assert turning.step([Rows(2, Text(2), 0, 48, 1)], [opened(2)], closed=[1])[2].status == OK
+    assert engine.num_evictions == 0
+
+
+def test_blocks_are_shared_evenly_among_sequences_of_one_step(head):
+    engine = make_engine(head, kv_cache_tokens=16 * BLOCK_SIZE)
+    flood, newcomer = connect(engine), connect(engine)
+    fill(flood, 8, num_rows=2 * BLOCK_SIZE)
+    ids = range(1, 7)
+    answered = newcomer.step([Rows(i, Text(i), 0, 2 * BLOCK_SIZE, 1) for i in ids], [opened(i) for i in ids])
+    assert [answered[i].status for i in ids] == [OK] * 4 + [NO_CAPACITY] * 2
+    assert len(flood.session.slots) == 4
+
+
+def test_two_sessions_do_not_take_the_same_blocks_from_each_other_in_turn(head):
+    """Each needs 3 blocks for one more sequence, and 2 are free."""
+    engine = make_engine(head, kv_cache_tokens=12 * BLOCK_SIZE)
+    streams = connect(engine), connect(engine)
+    fill(streams[0], 2, num_rows=3 * BLOCK_SIZE - 2)
+    fill(streams[1], 1, num_rows=4 * BLOCK_SIZE - 2)
+    for new in range(3, 7):
+        for stream in streams:
+            if len(stream.session.slots) < 2:
+                stream.step([Rows(new, Text(new), 0, 3 * BLOCK_SIZE, 1)], [opened(new)])
+    assert engine.num_evictions == 0
+
+
+def test_rows_of_an_unknown_sequence_take_no_blocks(head):
+    engine = make_engine(head, kv_cache_tokens=8 * BLOCK_SIZE)
+    flood, lost = connect(engine), connect(engine)
+    fill(flood, 4, num_rows=2 * BLOCK_SIZE)
+    assert lost.step([Rows(7, Text(7), 20, 3, 1)])[7].status == UNKNOWN
+    assert engine.num_evictions == 0
+
+
 def test_what_is_in_the_batch_is_answered_and_makes_room(head):
     engine = make_engine(head, max_num_seqs=2)
     flood, newcomer = connect(engine), connect(engine)
