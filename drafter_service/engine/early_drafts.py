@@ -121,7 +121,10 @@ class EarlyDrafts:
         return None
 
     def _is_stale(self, batch: EarlyBatch) -> bool:
-        return time.monotonic() > batch.begun + STALE_S and self.is_done(batch)
+        """Return whether the batch no longer delays other announced steps; call while no step waits."""
+        # A resolved step was answered without taking the early drafts: its Commit asked for none.
+        is_late = batch.step.is_resolved or time.monotonic() > batch.begun + STALE_S
+        return is_late and self.is_done(batch)
 
     def _prepare_first(self) -> None:
         """Prepare the first announced step with room for its most rows and drafts."""

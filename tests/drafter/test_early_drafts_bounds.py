@@ -200,6 +200,21 @@ def test_what_nobody_asks_for_keeps_no_other_session_waiting(monkeypatch):
     assert counts(engine) == (1, 1)
 
 
+@pytest.mark.parametrize("closed", [(), tuple(IDS)], ids=["no drafts wanted", "all closed"])
+def test_a_commit_that_takes_no_drafts_lets_others_begin_at_once(monkeypatch, closed):
+    monkeypatch.setattr(early_drafts, "STALE_S", 3600.0)
+    engine = make_engine(TinyHead())
+    stream, other = prompted(engine), prompted(engine)
+    verifier, second = announcer(stream), announcer(other)
+    verifier.announce(verified())
+    assert begin(engine)
+    assert verifier.committed(None if closed else [0] * len(IDS), closed) == {}
+    second.announce(verified())
+    assert begin(engine)
+    assert_same(second.committed(), without(verified())[0])
+    assert counts(engine) == (1, 1)
+
+
 def test_of_steps_announced_alike_the_written_one_begins():
     stream = prompted(make_engine(TinyHead()))
     verifier = announcer(stream, holds=True)
