@@ -5,9 +5,10 @@
 - `speculators`, dflash and dspark: `transformer_layer_config` beside the head's keys.
 
 Attention masks: DeepSpec has only full attention. `dflash_config` layouts follow vLLM
-(vllm/model_executor/models/qwen3_dflash.py): `causal` applies to all layers; without it the sliding layers of a head
-that also has full layers are causal. In speculators (models/dflash/attention.py) the window of a whole block is that of
-its anchor, and sliding layers are causal unless `sliding_window_non_causal`.
+(vllm/model_executor/models/qwen3_dflash.py): `is_causal` or `causal` applies to all layers; without them the layers
+that `layer_types` names sliding are causal, as in z-lab's and SpecForge's models, and those of `use_swa` are not. In
+speculators (models/dflash/attention.py) the window of a whole block is that of its anchor, and sliding layers are
+causal unless `sliding_window_non_causal`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _SPECULATORS_DEFAULTS: dict[str, dict[str, Any]] = {
         "markov_rank": 256,
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
+        "sample_from_anchor": True,
     },
 }
 # Options that change the head's arithmetic and are not implemented: refused when they differ from this value.
@@ -114,13 +116,14 @@ def read_block_config(raw: Mapping[str, Any], where: str, target: Reader) -> Blo
     """
     kind = _layout(raw, where)
     if kind == "speculators":
-        raw = {**_SPECULATORS_DEFAULTS["dspark" if _is_dspark(raw, kind) else "dflash"], **raw}
+        is_dspark = raw.get("speculators_model_type") == "dspark" or "DSparkSpeculator" in architectures(raw)
+        raw = {**_SPECULATORS_DEFAULTS["dspark" if is_dspark else "dflash"], **raw}
     head = Reader(raw, where, nested=None if kind == "speculators" else "dflash_config")
     layer = Reader(speculators_layer_values(raw, "qwen3", where), where) if kind == "speculators" else head
     for key, allowed in _REFUSED.items():
         head.refuse(key, allowed)
         layer.refuse(key, allowed)
-    head.choice("projector_type", ("dflash", "dspark"), "dflash")
+    head.choice("attention_mode", ("gqa", "mha"), "gqa")  # follows from the numbers of heads
     layer_config = read_layer_config(layer, qwen3=True, qwen3_defaults=True)
     rope = read_rope(layer.values, layer_config.head_dim, layer.integer("max_position_embeddings"), where)
     spans = _speculators_spans(head, layer) if kind == "speculators" else _spans(head)
@@ -131,7 +134,7 @@ def read_block_config(raw: Mapping[str, Any], where: str, target: Reader) -> Blo
     if with_markov and not markov_rank:
         raise CheckpointError(f"{where}: confidence_head_with_markov = True needs markov_rank of at least 1")
     block_size = head.integer("block_size")
-    samples_anchor = head.flag("sample_from_anchor", _is_dspark(raw, kind))
+    samples_anchor = head.flag("sample_from_anchor", _anchor_predicts(head, kind))
     least = 1 if samples_anchor else 2
     if not least <= block_size <= MAX_BLOCK_SIZE:
         raise CheckpointError(f"{where}: block_size = {block_size}: allowed range [{least}, {MAX_BLOCK_SIZE}]")
@@ -175,36 +178,39 @@ def _layout(raw: Mapping[str, Any], where: str) -> Literal["flat", "nested", "sp
     return "nested" if "dflash_config" in raw or any(name in _NESTED for name in names) else "flat"
 
 
-def _is_dspark(raw: Mapping[str, Any], kind: str) -> bool:
-    """Return whether the anchor predicts the first draft by default."""
-    if kind == "speculators":
-        return raw.get("speculators_model_type") == "dspark" or "DSparkSpeculator" in architectures(raw)
-    nested = raw.get("dflash_config") or {}
-    return kind == "flat" or nested.get("projector_type") == "dspark" or "DSparkDraftModel" in architectures(raw)
+def _anchor_predicts(head: Reader, kind: str) -> bool:
+    """Return whether the anchor predicts the first draft by default, as in DSpark heads but not in DFlash heads."""
+    if kind != "nested":
+        return kind == "flat"
+    is_named = "DSparkDraftModel" in architectures(head.values)
+    projector = head.choice("projector_type", ("dflash", "dspark"), "dspark" if is_named else "dflash")
+    if is_named and projector != "dspark":
+        raise CheckpointError(f"{head.where}: projector_type = {projector!r}, but architectures name DSparkDraftModel")
+    return projector == "dspark"
 
 
 def _spans(head: Reader) -> tuple[Span, ...]:
-    kinds = layer_kinds(head)
-    if head.flag("use_swa") and "sliding_attention" not in kinds:
-        kinds = ["sliding_attention"] * len(kinds)
-    is_sliding = [kind == "sliding_attention" for kind in kinds]
+    named = [kind == "sliding_attention" for kind in layer_kinds(head)]
+    use_swa = head.flag("use_swa")
+    is_sliding = named if any(named) else [use_swa] * len(named)
     window = None
     uses_windows = head.flag("use_sliding_window", any(is_sliding))
     if any(is_sliding):
-        if not (uses_windows or head.flag("use_swa")):
-            raise CheckpointError(f"{head.where}: use_sliding_window = False, but layer_types = {kinds!r}")
+        if not (uses_windows or use_swa):
+            raise CheckpointError(
+                f"{head.where}: use_sliding_window = False, but layer_types = {head.get('layer_types')!r}"
+            )
         window = head.integer("sliding_window" if head.get("swa_window_size") is None else "swa_window_size")
     elif uses_windows and head.get("layer_types") is None:
         raise CheckpointError(f"{head.where}: use_sliding_window = True needs layer_types")
     head.get("sliding_window")
     head.get("swa_window_size")
-    is_mixed = any(is_sliding) and not all(is_sliding)
     every = head.get("is_causal") if head.get("is_causal") is not None else head.get("causal")
     if every is not None and not isinstance(every, bool):
         raise CheckpointError(f"{head.where}: causal = {every!r}: must be true or false")
     return tuple(
-        Span(window if sliding else None, causal=(sliding and is_mixed) if every is None else every)
-        for sliding in is_sliding
+        Span(window if slides else None, causal=is_named if every is None else every)
+        for slides, is_named in zip(is_sliding, named, strict=True)
     )
 
 
@@ -259,11 +265,14 @@ def _feature_layers(head: Reader, layer: Reader, num_layers: int, kind: str) -> 
     because some trainers take it before the final norm and others after it.
     """
     if kind == "speculators":
-        ids = head.layers("aux_hidden_state_layer_ids", 0, num_layers - 1)
-        return tuple(ids or [2, num_layers // 2, num_layers - 3])
-    ids = head.layers("target_layer_ids", -1, num_layers - 2)
-    if ids is None:  # SpecForge's default
+        default = [2, num_layers // 2, num_layers - 3]
+        key, lowest, highest = "aux_hidden_state_layer_ids", 0, num_layers - 1
+    else:  # SpecForge's default
         count = layer.integer("num_hidden_layers", 1)
         span = num_layers - 4
-        ids = [round(1 + i * span / (count - 1)) for i in range(count)] if count > 1 else [num_layers // 2]
-    return tuple(i + 1 for i in ids)
+        default = [round(1 + i * span / (count - 1)) for i in range(count)] if count > 1 else [num_layers // 2]
+        key, lowest, highest = "target_layer_ids", -1, num_layers - 2
+    ids = head.layers(key, lowest, highest, default)
+    if ids != sorted(ids):
+        raise CheckpointError(f"{head.where}: {key} = {ids!r}: must be ascending")
+    return tuple(ids if kind == "speculators" else [i + 1 for i in ids])

@@ -31,6 +31,7 @@ _REFUSED = {
     "eh_proj_before_attn": False,  # TensorRT-LLM
     "return_hidden_post_norm": False,  # TensorRT-LLM's norm_output
     "logit_scale": 1.0,
+    "is_causal": True,  # vLLM
     "kv_lora_rank": None,  # latent attention
     "layernorms": False,  # speculators EAGLE: norms around the fusion
 }
@@ -198,15 +199,8 @@ def _feature_layers(head: Reader, num_layers: int) -> tuple[int, ...]:
     """Return ascending layer ids as in vLLM: L is the input state of layer L."""
     if not head.flag("use_aux_hidden_state", True):
         raise CheckpointError(f"{head.where}: use_aux_hidden_state = False is not supported; must be true or absent")
-    ids = head.get("eagle_aux_hidden_state_layer_ids")
-    key = "eagle_aux_hidden_state_layer_ids"
-    if ids is None or ids == []:  # as in vLLM, for which an empty list names no layers
-        ids, key = [2, num_layers // 2, num_layers - 3], f"the default feature layers of {num_layers} layers"
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or not all(0 <= i < num_layers for i in ids):
-        raise CheckpointError(f"{head.where}: {key} = {ids!r}: must be layers of the target, 0..{num_layers - 1}")
-    if len(set(ids)) != len(ids):
-        raise CheckpointError(f"{head.where}: {key} = {ids!r}: must not name a layer twice")
+    key, default = "eagle_aux_hidden_state_layer_ids", [2, num_layers // 2, num_layers - 3]
+    ids = head.layers(key, 0, num_layers - 1, default)
     for count in ("num_aux_hidden_states", "num_aux_layers"):
         if head.integer(count, len(ids)) != len(ids):
             raise CheckpointError(f"{head.where}: {count} = {head.values[count]}, but {key} = {ids!r}")

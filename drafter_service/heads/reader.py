@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drafter_service.heads.layers import LayerConfig
+from drafter_service.heads.rope import is_positive
 from draftwire.contract.errors import CheckpointError, MismatchError
 
 LAYER_MODEL_TYPES = ("llama", "qwen3")
@@ -14,7 +15,7 @@ WITHOUT_EFFECT = frozenset(
     (
         *("architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout"),
-        *("num_anchors", "tie_word_embeddings", "confidence_head_alpha", "attention_mode", "draft_arch"),
+        *("num_anchors", "tie_word_embeddings", "confidence_head_alpha", "draft_arch"),
         *("embed_requires_grad", "speculators_version", "speculators_config", "speculators_model_type"),
         *("transformer_layer_config", "return_dict", "output_hidden_states", "output_attentions", "pretraining_tp"),
         *("is_encoder_decoder", "problem_type", "id2label", "label2id", "chunk_size_feed_forward"),
@@ -69,7 +70,7 @@ class Reader:
         value = self.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if not is_positive(value):
             raise CheckpointError(f"{self.where}: {key} = {value!r}: must be a positive number")
         return float(value)
 
@@ -103,16 +104,16 @@ class Reader:
             )
         return value
 
-    def layers(self, key: str, lowest: int, highest: int) -> list[int] | None:
-        """Return ascending layer ids, or None."""
-        ids = self.get(key)
+    def layers(self, key: str, lowest: int, highest: int, default: list[int]) -> list[int]:
+        """Return different layers of the target; the default if there is no list, or, as in vLLM, an empty one."""
+        ids, name = self.get(key), key
         if ids is None or ids == []:
-            return None
+            ids, name = default, f"the default of {key}"
         whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-        if not whole or not all(lowest <= i <= highest for i in ids) or ids != sorted(set(ids)):
-            raise CheckpointError(
-                f"{self.where}: {key} = {ids!r}: must be ascending layers of the target, {lowest}..{highest}"
-            )
+        if not whole or not all(lowest <= i <= highest for i in ids):
+            raise CheckpointError(f"{self.where}: {name} = {ids!r}: must be layers of the target, {lowest}..{highest}")
+        if len(set(ids)) != len(ids):
+            raise CheckpointError(f"{self.where}: {name} = {ids!r}: must not name a layer twice")
         return list(ids)
 
     def refuse(self, key: str, allowed: object) -> None:

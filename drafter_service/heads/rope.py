@@ -6,6 +6,7 @@ with the kind of scaling in `rope_type` or `type`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,11 @@ class RopeConfig:
         return frequencies.float(), float(factor)
 
 
+def is_positive(value: object) -> bool:
+    """Return whether a value is a positive finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, where: str) -> RopeConfig:
     """Return the rotary settings of a raw configuration; `where` is its name in errors.
 
@@ -72,13 +78,13 @@ def read_rope(config: Mapping[str, Any], head_dim: int, max_position_embeddings:
     parameters |= {"rope_type": kind, "rope_theta": theta}
     for key in ("rope_theta", *_REQUIRED[kind]):
         value = parameters.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if not is_positive(value):
             raise CheckpointError(f"{where}: rope_type = {kind!r} with {key} = {value!r}: must be a positive number")
         parameters[key] = float(value)
     if kind in ("llama3", "yarn"):
         key = "original_max_position_embeddings"
         original = _first_given(parameters.get(key), config.get(key), max_position_embeddings)
-        if isinstance(original, bool) or not isinstance(original, (int, float)) or original <= 0:
+        if not is_positive(original):
             raise CheckpointError(f"{where}: {key} = {original!r}: must be a positive number")
         parameters[key] = original
     return RopeConfig(kind, head_dim, max_position_embeddings, parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,9 @@ def test_random_weights_need_no_checkpoint(make: Callable[..., Pair], case: str)
         ({"causal": True}, [Span(6), Span()]),
         ({"causal": False}, [Span(6, causal=False), Span(causal=False)]),
         ({"is_causal": True}, [Span(6), Span()]),
-        ({"layer_types": ["sliding_attention"] * 2}, [Span(6, causal=False)] * 2),
+        ({"layer_types": ["sliding_attention"] * 2}, [Span(6)] * 2),
+        ({"layer_types": ["sliding_attention"] * 2, "use_swa": True}, [Span(6)] * 2),
+        ({"layer_types": ["sliding_attention"] * 2, "is_causal": False}, [Span(6, causal=False)] * 2),
         ({"layer_types": ["full_attention"] * 2, "use_swa": True}, [Span(6, causal=False)] * 2),
         ({"layer_types": ..., "use_swa": True, "swa_window_size": 9}, [Span(9, causal=False)] * 2),
         ({"layer_types": ["full_attention"] * 2, "use_sliding_window": False}, [Span(causal=False)] * 2),
@@ -133,6 +136,29 @@ def test_layers_that_specforge_takes_where_none_are_named(make: Callable[..., Pa
     pair = make("specforge_dflash")
     pair.change(target_layer_ids=...)
     assert pair.read().spec.feature_layers == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "layers"),
+    [
+        ("specforge_dflash", "target_layer_ids", r"\[1, 1\]: must not name a layer twice"),
+        ("speculators_dflash", "aux_hidden_state_layer_ids", r"\[2, 2, 1\]: must not name a layer twice"),
+    ],
+)
+def test_a_target_with_too_few_layers_for_those(make: Callable[..., Pair], case: str, key: str, layers: str) -> None:
+    pair = make(case)
+    pair.change(**{key: ..., "num_target_layers": 4})
+    with pytest.raises(CheckpointError, match=f"the default of {key} = {layers}"):
+        read_block_config(pair.config(), "head", Reader({**TARGET, "num_hidden_layers": 4}, "target"))
+
+
+@pytest.mark.parametrize("projector", ["dspark", "dflash"])
+def test_the_projector_decides_what_the_anchor_predicts(make: Callable[..., Pair], projector: str) -> None:
+    """Wherever its key is, as for all keys of `dflash_config`."""
+    inside, outside = make("specforge_dflash"), make("specforge_dflash", "outside")
+    inside.change(dflash_config={**inside.config()["dflash_config"], "projector_type": projector})
+    outside.change(projector_type=projector)
+    assert inside.read().samples_anchor == outside.read().samples_anchor == (projector == "dspark")
 
 
 def test_a_mask_embedding_of_its_own(make: Callable[..., Pair]) -> None:
@@ -174,6 +200,11 @@ def test_names_of_older_checkpoints(make: Callable[..., Pair]) -> None:
         ("deepseek_dspark", {"architectures": ["Gemma4DSparkModel"]}, "architectures = .*Gemma4DSparkModel.* is not"),
         ("specforge_dflash", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel.* is not supported"),
         ("specforge_dspark", {"projector_type": "domino"}, "projector_type = 'domino' is not supported; supported are"),
+        ("specforge_dspark", {"projector_type": "dflash"}, "projector_type = 'dflash', but architectures name DSpark"),
+        ("deepseek_dspark", {"projector_type": "dspark"}, "unknown keys projector_type"),
+        ("specforge_dspark", {"attention_mode": "mla"}, "attention_mode = 'mla' is not supported; supported are gqa"),
+        ("deepseek_dspark", {"rms_norm_eps": math.nan}, "rms_norm_eps = nan: must be a positive number"),
+        ("deepseek_dspark", {"rope_theta": math.inf}, "rope_theta = inf: must be a positive number"),
         ("deepseek_dspark", {"markov_head_type": "lstm"}, "markov_head_type = 'lstm' is not supported"),
         ("deepseek_dspark", {"markov_rank": 0}, "confidence_head_with_markov = True needs markov_rank of at least 1"),
         ("deepseek_dspark", {"markov_rank": -1}, "markov_rank = -1: must be a positive integer"),
@@ -181,9 +212,9 @@ def test_names_of_older_checkpoints(make: Callable[..., Pair]) -> None:
         ("specforge_dflash", {"block_size": 1}, r"block_size = 1: allowed range \[2, 32\]"),
         ("deepseek_dspark", {"block_size": ...}, "lacks block_size"),
         ("deepseek_dspark", {"mask_token_id": 64}, r"mask_token_id = 64: must be a token of the vocabulary, 0\.\.63"),
-        ("deepseek_dspark", {"target_layer_ids": [1, 7]}, r"target_layer_ids = \[1, 7\]: must be ascending layers"),
-        ("deepseek_dspark", {"target_layer_ids": [3, 1]}, r"\[3, 1\]: must be ascending layers of the target, -1\.\.6"),
-        ("speculators_dflash", {"aux_hidden_state_layer_ids": [2, 8]}, r"\[2, 8\]: must be ascending .*, 0\.\.7"),
+        ("deepseek_dspark", {"target_layer_ids": [1, 7]}, r"_ids = \[1, 7\]: must be layers of the target, -1\.\.6"),
+        ("deepseek_dspark", {"target_layer_ids": [3, 1]}, r"target_layer_ids = \[3, 1\]: must be ascending"),
+        ("speculators_dflash", {"aux_hidden_state_layer_ids": [2, 8]}, r"\[2, 8\]: must be layers .*, 0\.\.7"),
         ("deepseek_dspark", {"attention_sink_bias": True}, "attention_sink_bias = True is not supported"),
         ("deepseek_dspark", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         ("specforge_dflash", {"shift_label": True}, "shift_label = True is not supported"),

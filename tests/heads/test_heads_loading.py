@@ -226,6 +226,7 @@ def test_dummy_weights_need_no_checkpoint(make: Callable[..., Pair]) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps = 'tiny'"),
         ({"attention_bias": 1}, "attention_bias = 1: must be true or false"),
+        ({"is_causal": False}, "is_causal = False is not supported; must be True or absent"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5 is not supported; must be 1.0 or absent"),
         ({"parallel_drafting": True}, "lacks mask_token_id"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by .fp8. .* are not served"),
@@ -307,7 +308,7 @@ def test_a_head_of_another_target(make: Callable[..., Pair], case: str, config: 
 def test_too_few_target_layers_for_the_default_features(make: Callable[..., Pair]) -> None:
     pair = make()
     pair.change_config("target", num_hidden_layers=5)
-    with pytest.raises(CheckpointError, match=r"default feature layers of 5 layers = \[2, 2, 2\]: must not name"):
+    with pytest.raises(CheckpointError, match=r"the default of eagle_aux.*_ids = \[2, 2, 2\]: must not name"):
         pair.load()
 
 
