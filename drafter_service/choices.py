@@ -11,6 +11,7 @@ from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.loop import DraftLoop, LoopShape
 from drafter_service.draft_loop.sampling_mode import SamplingMode
 from drafter_service.draft_loop.session_terms import SessionTerms
+from drafter_service.heads.reader import text_config
 from drafter_service.heads.spec import Head, HeadSpec, Rows
 from drafter_service.limits import EngineLimits
 from drafter_service.options import DEFAULT_SPECULATIVE_TOKENS, DrafterOptions
@@ -67,7 +68,7 @@ def choose_limits(
 def _choose_max_model_len(options: DrafterOptions, spec: HeadSpec, target_dir: Path) -> int:
     longest = spec.max_position_embeddings
     if options.max_model_len is None:
-        target_longest = read_config(target_dir).get("max_position_embeddings")
+        target_longest = text_config(read_config(target_dir)).get("max_position_embeddings")
         return min(longest, target_longest) if isinstance(target_longest, int) else longest
     if options.max_model_len > longest:
         raise InvalidArgumentError("max_model_len", options.max_model_len, f"the head's positions end at {longest}")

@@ -19,7 +19,11 @@ class LogitsBuffers:
         self._token_ids: dict[int, torch.Tensor] = {}  # n -> int32 [max_num_seqs, k, n], only for top_n
 
     def keep(self, terms: list[SessionTerms]) -> None:
-        """Allocate the buffers that sessions with these terms need, and free the others."""
+        """Allocate the buffers that sessions with these terms need, and free the others.
+
+        Raises:
+            RuntimeError: If there is no memory; the buffers are then unchanged.
+        """
         widths: dict[int, int] = {}  # -> k
         top_ns: dict[int, int] = {}
         for mode, k in ((each.mode, each.num_speculative_tokens) for each in terms):
@@ -28,8 +32,10 @@ class LogitsBuffers:
                 widths[width] = max(k, widths.get(width, 0))
             if mode.top_n:
                 top_ns[mode.top_n] = max(k, top_ns.get(mode.top_n, 0))
-        self._logits = self._resized(self._logits, widths, torch.float32)
-        self._token_ids = self._resized(self._token_ids, top_ns, torch.int32)
+        # Both or none: without memory for one, captured steps keep writing to the buffers that are read.
+        logits = self._resized(self._logits, widths, torch.float32)
+        token_ids = self._resized(self._token_ids, top_ns, torch.int32)
+        self._logits, self._token_ids = logits, token_ids
 
     def _resized(
         self, buffers: dict[int, torch.Tensor], widths: dict[int, int], dtype: torch.dtype

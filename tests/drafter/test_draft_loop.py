@@ -12,8 +12,10 @@ from drafter_service.draft_loop import state as loop_state
 from drafter_service.draft_loop.confidence import max_probability
 from drafter_service.draft_loop.graphs import batch_sizes
 from drafter_service.draft_loop.inputs import LoopInputs, PackedInputs, fill, fill_rows
+from drafter_service.draft_loop.logits_buffers import LogitsBuffers
 from drafter_service.draft_loop.loop import DraftLoop, LoopShape
 from drafter_service.draft_loop.sampling_mode import SamplingMode
+from drafter_service.draft_loop.session_terms import SessionTerms
 from drafter_service.draft_loop.state import LoopState
 from drafter_service.engine.engine import DraftEngine
 
@@ -234,6 +236,24 @@ def test_a_session_that_there_is_no_memory_for_leaves_no_buffers(head: TinyHead)
         connect(engine, SamplingMode(gumbel=True, dense=True))
     assert engine.logits_bytes == 0
     assert engine.load.sessions == 0
+
+
+def test_a_buffer_that_there_is_no_memory_for_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps write to the old buffers, and their logits are read from those of the same mode."""
+    mode, zeros = SamplingMode(gumbel=True, top_n=3), torch.zeros
+    buffers = LogitsBuffers(2, 8, CPU)
+    buffers.keep([SessionTerms("one draft", mode, 1, 2)])
+    before = buffers.of(mode)
+
+    def no_memory_for_ids(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if dtype == torch.int32:
+            raise torch.OutOfMemoryError
+        return zeros(*size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "zeros", no_memory_for_ids)
+    with pytest.raises(torch.OutOfMemoryError):
+        buffers.keep([SessionTerms("four drafts", mode, 4, 2)])
+    assert all(kept is buffer for kept, buffer in zip(buffers.of(mode), before, strict=True))
 
 
 def test_batch_sizes_end_with_the_most_sequences() -> None:

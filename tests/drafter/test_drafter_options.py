@@ -53,6 +53,11 @@ def test_the_longest_sequence_is_what_head_and_target_allow(target_dir: Path) ->
     assert limits(target_dir, max_model_len=80).max_model_len == 80
 
 
+def test_the_positions_of_a_multimodal_target_are_those_of_its_text_model(target_dir: Path) -> None:
+    (target_dir / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 48}}))
+    assert limits(target_dir).max_model_len == 48
+
+
 def test_a_sequence_longer_than_the_heads_positions_is_refused(target_dir: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="max_model_len = 97: the head's positions end at 96"):
         limits(target_dir, max_model_len=97)
