@@ -129,30 +129,24 @@ class EarlyDrafts:
     def _prepare_first(self) -> None:
         """Prepare the first announced step with room for its most rows and drafts."""
         for session, step in self._announced:
-            counts = np.full(len(step.sequence_ids), step.columns - 1)
-            if session.steps_ahead <= 0 or not self._has_room(session, step, counts):
+            slots, counts = _slots(session, step), np.full(len(step.sequence_ids), step.columns - 1)
+            if session.steps_ahead <= 0 or min(slots.tolist()) < 0:
                 continue
-            inputs = self._prepare(session, step, counts)
+            if not self._table.has_draft_room(slots, step.first_rows, counts, step.num_drafts):
+                continue
+            inputs = self._prepare(session, step, slots, counts)
             if inputs is not None:
                 self._prepared = PreparedBatch(step, inputs)
                 break
         self._has_tried = True
 
-    def _has_room(self, session: Session, step: AnnouncedStep, counts: np.ndarray) -> bool:
-        """Return whether the sequences are open and have, or can get, the blocks for these rows and their drafts."""
-        slots = np.array([session.slots.get(sequence_id, -1) for sequence_id in step.sequence_ids])
-        if min(slots.tolist()) < 0:
-            return False
-        return self._table.has_draft_room(slots, step.first_rows, counts, step.num_drafts)
-
-    def _prepare(self, session: Session, step: AnnouncedStep, counts: np.ndarray) -> Prepared | None:
+    def _prepare(self, session: Session, step: AnnouncedStep, slots: np.ndarray, counts: np.ndarray) -> Prepared | None:
         """Write all inputs that do not depend on the tokens; None when the step does not fit its sequences.
 
-        `counts`, int64 [S], are the most rows that its sequences have.
+        `slots` as of `_slots`; `counts`, int64 [S], are the most rows that the sequences have.
         """
         self.settle()
         table = self._table
-        slots = np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(counts))
         if np.count_nonzero(step.first_rows != table.next_row[slots]):
             return None
         num_drafts = table.reserve_drafts(slots, np.full(len(counts), step.num_drafts), counts)
@@ -179,7 +173,10 @@ class EarlyDrafts:
         if drawn is None:
             return  # its Commit gets the error
         counts, tokens = drawn
-        inputs = batch.inputs if batch is not None and batch.step is step else self._prepare(session, step, counts)
+        if batch is not None and batch.step is step:
+            inputs: Prepared | None = batch.inputs
+        else:
+            inputs = self._prepare(session, step, _slots(session, step), counts)
         if inputs is None:
             return
         num_rows = len(tokens)
@@ -253,6 +250,11 @@ class EarlyDrafts:
         self._announced = deque(one for one in self._announced if one[0] is not session)
         if self._begun is not None and self._begun.session is session:
             self._waste()
+
+
+def _slots(session: Session, step: AnnouncedStep) -> np.ndarray:
+    """Return the slots of a step's sequences, int64 [S]; -1 for a sequence that is not open."""
+    return np.fromiter(map(session.slots.get, step.sequence_ids, repeat(-1)), np.int64, len(step.sequence_ids))
 
 
 def chosen(proposal: Proposal, places: np.ndarray, num_drafts: np.ndarray) -> Proposal:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from drafter_service.heads.block_config import BlockConfig
-from drafter_service.heads.config import read_head_config
+from drafter_service.heads.block_config import BlockConfig, is_block_config, read_block_config
 from drafter_service.heads.dflash import DFlashHead
 from drafter_service.heads.eagle1 import Eagle1Head
 from drafter_service.heads.eagle3 import Eagle3Head
-from drafter_service.heads.eagle_config import EagleConfig
+from drafter_service.heads.eagle_config import EagleConfig, read_eagle_config
 from drafter_service.heads.layouts import canonical_names
 from drafter_service.heads.peagle import PEagleHead
+from drafter_service.heads.reader import Reader, text_config
 from drafter_service.heads.spec import Head
 from drafter_service.heads.tensors import MASK_FILE, CheckpointTensors, RandomTensors, TensorSource, load_mask_embedding
 from draftwire.contract.errors import CheckpointError
-from draftwire.model.checkpoints import fingerprint, load_tensors, weight_files
-from draftwire.model.quantised import refuse_quantised_files, refuse_quantised_names
+from draftwire.model.checkpoints import fingerprint, load_tensors, read_config, weight_files
+from draftwire.model.quantised import refuse_quantised_config, refuse_quantised_files, refuse_quantised_names
 
 _EAGLE: dict[str, type[Eagle1Head | Eagle3Head]] = {"eagle": Eagle1Head, "eagle3": Eagle3Head, "peagle": PEagleHead}
 
@@ -48,14 +49,14 @@ def load_head(
     """
     config_bytes = _config_bytes(head_dir)
     if dummy:
-        config = read_head_config(head_dir, target_dir)
+        config = _read_config(head_dir, target_dir)
         identity = fingerprint(b"dummy", config_bytes, str(seed).encode())
         return _make(config, RandomTensors(seed, dtype, device), identity, dtype, device)
     refuse_quantised_files(weight_files(head_dir))
     loaded = load_tensors(head_dir)
     refuse_quantised_names(loaded, head_dir)
     originals = canonical_names(loaded)
-    config = read_head_config(head_dir, target_dir, originals)
+    config = _read_config(head_dir, target_dir, originals)
     if isinstance(config, EagleConfig) and config.fc_bias is None:
         config = replace(config, fc_bias="fc.bias" in originals)
     tensors = {name: loaded[original] for name, original in originals.items()}
@@ -67,6 +68,18 @@ def load_head(
     head = _make(config, source, identity, dtype, device)
     source.finish()
     return head
+
+
+def _read_config(head_dir: Path, target_dir: Path, tensor_names: Collection[str] = ()) -> EagleConfig | BlockConfig:
+    """Read and check config.json; `tensor_names` as of `read_eagle_config`."""
+    raw, where = read_config(head_dir), str(head_dir / "config.json")
+    nested = raw.get("transformer_layer_config")
+    for values in (raw, nested if isinstance(nested, dict) else {}):
+        refuse_quantised_config(values, where)
+    target = Reader(text_config(read_config(target_dir)), str(target_dir / "config.json"))
+    if is_block_config(raw):
+        return read_block_config(raw, where, target)
+    return read_eagle_config(raw, where, target, tensor_names)
 
 
 def _make(

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +20,6 @@ from drafter_service.engine.engine import DraftEngine
 from drafter_service.engine.engine_times import EngineTimes, Phase
 from drafter_service.engine.session import Session
 from drafter_service.engine.step import AnnouncedStep, Step
-from drafter_service.server.engine_state import EngineState
 from draftwire.model.devices import awake_s, check_context, make_current
 from draftwire.transport.mailbox import Mailbox
 
@@ -30,6 +30,18 @@ T = TypeVar("T")
 
 class EngineFailureError(Exception):
     """The engine ended a session because of an internal error."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Load, queue and counters of an engine, for its metrics."""
+
+    load: Load
+    waiting_rows: int  # rows of waiting steps
+    evictions: int  # sequences evicted for another session
+    taken_ahead: int  # early batches that a Commit took
+    wasted_ahead: int  # early batches that were dropped
+    idle_s: float  # seconds of the engine's thread without a step
 
 
 class EngineThread:

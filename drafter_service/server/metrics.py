@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from drafter_service.engine.answer import Answer
-from drafter_service.server.engine_state import EngineState
+from drafter_service.server.engine_thread import EngineState
 from draftwire.server.metrics import with_model_name
 from draftwire.server.step_histogram import StepHistogram
 from draftwire.transport.traffic import Traffic

@@ -14,7 +14,7 @@ from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
 
 from drafter_service.engine.answer import Answer, Load
 from drafter_service.engine.engine_times import EngineTimes, Phase
-from drafter_service.server.engine_state import EngineState
+from drafter_service.server.engine_thread import EngineState
 from drafter_service.server.metrics import DrafterCollector
 from draftwire.contract.validation import DENSE, GUMBEL
 from draftwire.server.step_histogram import StepHistogram
