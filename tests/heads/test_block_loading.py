@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from block_checkpoints import CASES, HIDDEN, VOCAB_SIZE, BlockCase, head_tensors, write_case
-from safetensors.torch import load_file, save_file
+from block_checkpoints import CASES, HIDDEN, VOCAB_SIZE, head_tensors
+from pairs import CPU, Config, Pair
 
-from drafter_service.heads import Head, load_head
+from drafter_service.heads import Head
 from drafter_service.heads.block_config import BlockConfig, read_block_config
 from drafter_service.heads.dflash import DFlashHead
 from drafter_service.heads.layers import Span
@@ -22,52 +19,12 @@ from drafter_service.heads.reader import Reader
 from draftwire.contract.errors import CheckpointError, MismatchError
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
-CPU = torch.device("cpu")
-Config = dict[str, Any]
-TARGET = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "num_hidden_layers": 8}
+TARGET = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN}
 
 
-class Pair:
-    """A head's and a target's directory whose files a test may change."""
-
-    def __init__(self, case: BlockCase, folder: Path) -> None:
-        self.head_dir, self.target_dir = write_case(case, folder)
-
-    def config(self) -> Config:
-        loaded: Config = json.loads((self.head_dir / "config.json").read_text(encoding="utf-8"))
-        return loaded
-
-    def change(self, **values: Any) -> None:
-        """Changes keys of the head's config.json; ... removes one, and keys of dflash_config are changed there."""
-        config = self.config()
-        for key, value in values.items():
-            owner = config["dflash_config"] if key in config.get("dflash_config", {}) else config
-            owner[key] = value
-            if value is ...:
-                del owner[key]
-        (self.head_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-
-    def change_tensors(self, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        path = self.head_dir / "model.safetensors"
-        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-        change(tensors)
-        save_file(tensors, path)
-
-    def load(self, **options: Any) -> Head:
-        return load_head(self.head_dir, self.target_dir, torch.float32, CPU, **options)
-
-    def read(self) -> BlockConfig:
-        return read_block_config(self.config(), "head", Reader(TARGET, "target"))
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Pair]:
-    torch.set_num_threads(1)
-
-    def write(case: str | BlockCase, folder: str = "pair") -> Pair:
-        return Pair(CASES[case] if isinstance(case, str) else case, tmp_path / folder)
-
-    return write
+def read(pair: Pair, num_layers: int = 8) -> BlockConfig:
+    """The head's configuration for a target of this many layers."""
+    return read_block_config(pair.config(), "head", Reader({**TARGET, "num_hidden_layers": num_layers}, "target"))
 
 
 def block_states(head: Head) -> torch.Tensor:
@@ -124,18 +81,18 @@ def test_random_weights_need_no_checkpoint(make: Callable[..., Pair], case: str)
 def test_what_layers_see(make: Callable[..., Pair], changes: Config, spans: list[Span]) -> None:
     pair = make("specforge_windows")
     pair.change(**changes)
-    assert list(pair.read().spans) == spans
+    assert list(read(pair).spans) == spans
 
 
 def test_what_layers_of_speculators_see(make: Callable[..., Pair]) -> None:
     """The window of a block is that of its anchor."""
-    assert make("speculators_windows").read().spans == (Span(7, causal=True, anchored=True), Span(causal=False))
+    assert read(make("speculators_windows")).spans == (Span(7, causal=True, anchored=True), Span(causal=False))
 
 
 def test_layers_that_specforge_takes_where_none_are_named(make: Callable[..., Pair]) -> None:
     pair = make("specforge_dflash")
     pair.change(target_layer_ids=...)
-    assert pair.read().spec.feature_layers == (2, 6)
+    assert read(pair).spec.feature_layers == (2, 6)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +106,7 @@ def test_a_target_with_too_few_layers_for_those(make: Callable[..., Pair], case:
     pair = make(case)
     pair.change(**{key: ..., "num_target_layers": 4})
     with pytest.raises(CheckpointError, match=f"the default of {key} = {layers}"):
-        read_block_config(pair.config(), "head", Reader({**TARGET, "num_hidden_layers": 4}, "target"))
+        read(pair, 4)
 
 
 @pytest.mark.parametrize("projector", ["dspark", "dflash"])
@@ -158,7 +115,7 @@ def test_the_projector_decides_what_the_anchor_predicts(make: Callable[..., Pair
     inside, outside = make("specforge_dflash"), make("specforge_dflash", "outside")
     inside.change(dflash_config={**inside.config()["dflash_config"], "projector_type": projector})
     outside.change(projector_type=projector)
-    assert inside.read().samples_anchor == outside.read().samples_anchor == (projector == "dspark")
+    assert read(inside).samples_anchor == read(outside).samples_anchor == (projector == "dspark")
 
 
 def test_a_mask_embedding_of_its_own(make: Callable[..., Pair]) -> None:
@@ -257,8 +214,7 @@ def test_unknown_keys_of_an_eagle_head_are_logged(
 )
 def test_a_head_of_another_target(make: Callable[..., Pair], case: str, key: str, value: int, message: str) -> None:
     pair = make(case)
-    path = pair.target_dir / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {key: value}), encoding="utf-8")
+    pair.change("target", **{key: value})
     if key == "num_hidden_layers" and case not in ("deepseek_dspark", "specforge_dflash"):
         assert pair.load().spec.target_num_layers == 9  # whose configuration does not say
         return

@@ -18,32 +18,20 @@ for P-EAGLE), `logits` [A, N, V_draft] and `confidences` [A, N] of the slots tha
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from block_checkpoints import ANCHORS, CASES, inputs, write_case
+from block_checkpoints import ANCHORS, CASES, inputs
 from head_checkpoints import stored_numbers
+from pairs import BLOCKS, CPU, loaded
 
-from drafter_service.heads import Head, load_head
 from drafter_service.heads.dflash import DFlashHead
 from drafter_service.heads.spec import DraftContext, Rows
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
-CPU = torch.device("cpu")
-BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved
 NUMBERS = stored_numbers("block_reference.npz")
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-@cache
-def loaded(name: str) -> Head:
-    torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
-        return load_head(*write_case(CASES[name], Path(folder)), torch.float32, CPU)
 
 
 def rows_of(tokens: torch.Tensor, pieces: list[tuple[int, int, int]]) -> Rows:

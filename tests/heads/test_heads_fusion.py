@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from head_checkpoints import CASES, inputs
-from test_heads_parity import loaded
+from pairs import CPU, loaded
 
 from draftwire.contract.errors import InvalidArgumentError, MismatchError
 from draftwire.model import fusion as module
 from draftwire.model.fusion import FeatureFusion, fusion_bytes, load_fusion
 from draftwire.v1 import draft_pb2 as pb
 
-CPU = torch.device("cpu")
 FUSING = [name for name in CASES if "eagle1" not in name]
 
 

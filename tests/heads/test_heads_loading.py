@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from head_checkpoints import CASES, DRAFT_VOCAB_SIZE, VOCAB_SIZE, Case, inputs, write_case, write_json
-from safetensors.torch import load_file, save_file
+from head_checkpoints import CASES, DRAFT_VOCAB_SIZE, VOCAB_SIZE, inputs
+from pairs import CPU, Config, Pair, Tensors
+from safetensors.torch import load_file
 
-from drafter_service.heads import Head, load_head
+from drafter_service.heads import Head
 from draftwire.contract.errors import CheckpointError, MismatchError
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
-
-CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-Config = dict[str, Any]
-
-
-@dataclass
-class Pair:
-    """A head's and a target's directory whose files a test may change."""
-
-    head_dir: Path
-    target_dir: Path
-
-    def load(self, dtype: torch.dtype = torch.float32, **options: Any) -> Head:
-        return load_head(self.head_dir, self.target_dir, dtype, CPU, **options)
-
-    def change_config(self, which: str = "head", **values: Any) -> None:
-        path = (self.head_dir if which == "head" else self.target_dir) / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) | values
-        write_json(path, {key: value for key, value in config.items() if value is not ...})
-
-    def change_layer(self, **values: Any) -> None:
-        config = json.loads((self.head_dir / "config.json").read_text(encoding="utf-8"))
-        self.change_config(transformer_layer_config=config["transformer_layer_config"] | values)
-
-    def change_tensors(self, change: Callable[[Tensors], object], which: str = "head") -> None:
-        path = (self.head_dir if which == "head" else self.target_dir) / "model.safetensors"
-        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-        change(tensors)
-        save_file(tensors, path)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Pair]:
-    torch.set_num_threads(1)
-
-    def write(case: str | Case = "eagle3", folder: str = "pair") -> Pair:
-        return Pair(*write_case(CASES[case] if isinstance(case, str) else case, tmp_path / folder))
-
-    return write
 
 
 def states(head: Head, case: str = "eagle3") -> torch.Tensor:
@@ -99,7 +57,7 @@ def test_draft_ids_are_those_that_t2d_marks(make: Callable[..., Pair]) -> None:
 )
 def test_feature_layers(make: Callable[..., Pair], config: Config, layers: tuple[int, ...]) -> None:
     pair = make()
-    pair.change_config(**config)
+    pair.change(**config)
     assert pair.load().spec.feature_layers == layers
 
 
@@ -134,16 +92,16 @@ def test_weights_in_a_bin_file(make: Callable[..., Pair]) -> None:
 def test_rope_of_older_and_newer_configurations_is_the_same(make: Callable[..., Pair]) -> None:
     llama3 = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     older, newer, default = make(), make(folder="newer"), make(folder="default")
-    older.change_config(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
-    newer.change_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
+    older.change(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
+    newer.change(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
     assert torch.equal(states(older.load()), states(newer.load()))
     assert not torch.equal(states(older.load()), states(default.load()))
 
 
 def test_a_rope_parameter_of_null_counts_as_not_given(make: Callable[..., Pair]) -> None:
     plain, with_null = make(), make(folder="null")
-    plain.change_config(rope_theta=5e5)
-    with_null.change_config(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": None})
+    plain.change(rope_theta=5e5)
+    with_null.change(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": None})
     assert torch.equal(states(plain.load()), states(with_null.load()))
 
 
@@ -164,7 +122,7 @@ def test_fc_bias_follows_the_checkpoint_if_the_config_is_silent(make: Callable[.
     for folder, case in (("with", "eagle1_biases"), ("without", "eagle1")):
         pair = make(case, folder)
         expected = states(pair.load(), case)
-        pair.change_config(bias=...)
+        pair.change(bias=...)
         assert torch.equal(states(pair.load(), case), expected)
 
 
@@ -172,7 +130,7 @@ def test_fc_bias_follows_the_checkpoint_if_the_config_is_silent(make: Callable[.
 def test_kind_of_a_speculators_head_from_its_architecture(make: Callable[..., Pair], case: str) -> None:
     pair = make(case)
     expected = pair.load().spec
-    pair.change_config(speculators_model_type=...)
+    pair.change(speculators_model_type=...)
     assert pair.load().spec == expected
 
 
@@ -188,7 +146,7 @@ def test_fingerprint_changes_with_weights_and_config(make: Callable[..., Pair]) 
     assert pair.load().fingerprint == before
     pair.change_tensors(lambda tensors: tensors["fc.weight"].mul_(2))
     weights_changed = pair.load().fingerprint
-    pair.change_config(rms_norm_eps=1e-6)
+    pair.change(rms_norm_eps=1e-6)
     assert len({before, weights_changed, pair.load().fingerprint}) == 3
 
 
@@ -265,7 +223,7 @@ def test_dummy_weights_need_no_checkpoint(make: Callable[..., Pair]) -> None:
 )
 def test_refused_options(make: Callable[..., Pair], config: Config, message: str) -> None:
     pair = make()
-    pair.change_config(**config)
+    pair.change(**config)
     with pytest.raises(CheckpointError, match=message):
         pair.load()
 
@@ -284,7 +242,7 @@ def test_refused_options_of_speculators(
     make: Callable[..., Pair], case: str, config: Config, layer: Config, message: str
 ) -> None:
     pair = make(case)
-    pair.change_config(**config)
+    pair.change(**config)
     pair.change_layer(**layer)
     with pytest.raises(CheckpointError, match=message):
         pair.load()
@@ -300,14 +258,14 @@ def test_refused_options_of_speculators(
 @pytest.mark.parametrize("case", ["eagle3", "eagle1", "speculators_eagle3"])
 def test_a_head_of_another_target(make: Callable[..., Pair], case: str, config: Config, message: str) -> None:
     pair = make(case)
-    pair.change_config("target", **config)
+    pair.change("target", **config)
     with pytest.raises(MismatchError, match=message):
         pair.load()
 
 
 def test_too_few_target_layers_for_the_default_features(make: Callable[..., Pair]) -> None:
     pair = make()
-    pair.change_config("target", num_hidden_layers=5)
+    pair.change("target", num_hidden_layers=5)
     with pytest.raises(CheckpointError, match=r"the default of eagle_aux.*_ids = \[2, 2, 2\]: must not name"):
         pair.load()
 
@@ -346,7 +304,7 @@ def test_missing_tensors(make: Callable[..., Pair], name: str) -> None:
 
 def test_missing_bias(make: Callable[..., Pair]) -> None:
     pair = make("eagle1")
-    pair.change_config(bias=True)
+    pair.change(bias=True)
     with pytest.raises(CheckpointError, match=r"lack the tensor fc.bias, shape \[32\]"):
         pair.load()
 

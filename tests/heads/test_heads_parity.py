@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from head_checkpoints import CASES, NUM_DRAFTS, NUM_ROWS, inputs, stored_numbers, write_case
+from head_checkpoints import CASES, NUM_DRAFTS, NUM_ROWS, inputs, stored_numbers
+from pairs import BLOCKS, CPU, loaded
 
-from drafter_service.heads import Head, load_head
 from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
-CPU = torch.device("cpu")
-BLOCKS = ([5, 2], [1, 7], [6, 3])  # of three sequences, out of order and interleaved
 NUMBERS = stored_numbers("reference.npz")
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-5}
-
-
-@cache
-def loaded(name: str) -> Head:
-    torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
-        return load_head(*write_case(CASES[name], Path(folder)), torch.float32, CPU)
 
 
 class Rig:
