@@ -29,6 +29,9 @@ from draftwire.v1.draft_pb2_grpc import DraftingStub, add_DraftingServicer_to_se
 from draftwire_kernels import NOISE_VERSION
 
 TIMEOUT_S = 120
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
+FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
+RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 LIMITS = EngineLimits(
     max_num_seqs=8,
     max_model_len=96,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from harness import (
     NO_CAPACITY,
     OK,
@@ -17,16 +16,10 @@ from harness import (
     replies,
     run,
 )
-from tiny_head import TinyHead
 
 from draftwire.model.kv_cache import BLOCK_SIZE
 
 LENGTH = 10
-
-
-@pytest.fixture
-def head() -> TinyHead:
-    return TinyHead()
 
 
 def fill(stream: Stream, count: int, num_rows: int = LENGTH) -> None:

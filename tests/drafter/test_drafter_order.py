@@ -102,6 +102,16 @@ def test_blocks_for_drafts_go_to_the_first_sequences() -> None:
     assert sorted(blocks) == [1, 2, 3, 4, 5, 6]
 
 
+def test_returned_blocks_lie_side_by_side_in_order() -> None:
+    pool = BlockPool(1 + 8)
+    first, second = pool.allocate(3), pool.allocate(5)
+    assert (first, second) == ([1, 2, 3], [4, 5, 6, 7, 8])
+    assert pool.allocate(1) is None
+    assert second is not None
+    pool.release(second[::-1])
+    assert pool.allocate(5) == second
+
+
 def test_drafts_end_with_the_context() -> None:
     limits = EngineLimits(max_num_seqs=4, max_model_len=20, kv_cache_tokens=1024, max_num_speculative_tokens=6)
     table = SequenceTable(limits, BlockPool(8))

@@ -12,8 +12,16 @@ import grpc
 import pytest
 import torch
 from harness import Rows, Text
-from served import LIMITS, ServedDrafter, hello, serve_drafter, step_message
-from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from served import (
+    FAILED_PRECONDITION,
+    INVALID_ARGUMENT,
+    LIMITS,
+    RESOURCE_EXHAUSTED,
+    ServedDrafter,
+    hello,
+    serve_drafter,
+    step_message,
+)
 from tiny_head import DRAFT_VOCAB, HIDDEN, WIDTH, TinyHead
 from waiting import wait_for
 

@@ -9,8 +9,17 @@ import grpc
 import pytest
 import torch
 from harness import OK, Rows, Text, draft_alone
-from served import LIMITS, ServedDrafter, hello, serve_drafter, set_field, step_message
-from service_terms import FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from served import (
+    FAILED_PRECONDITION,
+    INVALID_ARGUMENT,
+    LIMITS,
+    RESOURCE_EXHAUSTED,
+    ServedDrafter,
+    hello,
+    serve_drafter,
+    set_field,
+    step_message,
+)
 from tiny_head import DRAFT_VOCAB, WIDTH, TinyHead
 from waiting import wait_for
 
