@@ -28,7 +28,7 @@ from drafter_service.heads.reader import (
 )
 from drafter_service.heads.rope import RopeConfig, read_rope
 from drafter_service.heads.spec import HeadSpec
-from draftwire.contract.errors import CheckpointError, MismatchError
+from draftwire.contract.errors import CheckpointError
 
 Markov = Literal["vanilla", "gated", "rnn"]
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
@@ -234,12 +234,6 @@ def _spec(
 ) -> dict[str, Any]:
     """Return the fields of `HeadSpec` that depend on both head and target."""
     num_layers, vocab_size = target.integer("num_hidden_layers"), layer.integer("vocab_size")
-    made_for = head.integer("num_target_layers", num_layers)
-    if made_for != num_layers:
-        raise MismatchError(
-            f"{head.where} is of a head for a target of num_hidden_layers {made_for}, but {target.where} has "
-            f"{num_layers}"
-        )
     target_hidden_size = head.integer("target_hidden_size", layer_config.hidden_size)
     check_target(head, target, vocab_size, target_hidden_size)
     draft_vocab_size = head.integer("draft_vocab_size", vocab_size)

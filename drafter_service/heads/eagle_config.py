@@ -103,6 +103,8 @@ def read_eagle_config(
     layer_config = read_layer_config(layer, qwen3=is_qwen3, qwen3_defaults=is_qwen3)
     rope = read_rope(layer.values, layer_config.head_dim, layer.integer("max_position_embeddings", 2048), where)
     kinds = layer_kinds(layer)
+    if "sliding_attention" in kinds and not layer.flag("use_sliding_window", True):
+        raise CheckpointError(f"{where}: use_sliding_window = False, but layer_types = {kinds!r}")
     windows = tuple(layer.integer("sliding_window") if one == "sliding_attention" else None for one in kinds)
     spec = _spec(method, head, layer, layer_config, rope, len(windows), target)
     if method == "eagle":
@@ -171,12 +173,11 @@ def _spec(
     vocab_size, target_hidden_size = layer.integer("vocab_size"), layer_config.hidden_size
     target_num_layers = target.integer("num_hidden_layers")
     draft_vocab_size = vocab_size
-    feature_layers: tuple[int, ...] = (target_num_layers,)
     if method != "eagle":
         target_hidden_size = head.integer("target_hidden_size", target_hidden_size)
         draft_vocab_size = head.integer("draft_vocab_size", vocab_size)
-        feature_layers = _feature_layers(head, target_num_layers)
     check_target(head, target, vocab_size, target_hidden_size)
+    feature_layers = (target_num_layers,) if method == "eagle" else _feature_layers(head, target_num_layers)
     if draft_vocab_size > vocab_size:
         raise CheckpointError(f"{head.where}: draft_vocab_size {draft_vocab_size} is more than vocab_size {vocab_size}")
     return HeadSpec(

@@ -209,8 +209,9 @@ def layer_kinds(layer: Reader) -> list[str]:
 
 
 def check_target(head: Reader, target: Reader, vocab_size: int, hidden_size: int) -> None:
-    """Refuse a head for a target with another vocabulary or width; the error has both values."""
-    for key, own in (("vocab_size", vocab_size), ("hidden_size", hidden_size)):
+    """Refuse a head for a target with another vocabulary, width or depth; the error has both values."""
+    num_layers = head.integer("num_target_layers", target.integer("num_hidden_layers"))
+    for key, own in (("vocab_size", vocab_size), ("hidden_size", hidden_size), ("num_hidden_layers", num_layers)):
         if own != target.integer(key):
             raise MismatchError(
                 f"{head.where} is of a head for a target of {key} {own}, but {target.where} has {target.integer(key)}"

@@ -235,6 +235,7 @@ def test_refused_options(make: Callable[..., Pair], config: Config, message: str
         ("speculators_eagle3", {"speculators_model_type": ..., "architectures": ["X"]}, {}, "must be eagle, eagle3"),
         ("speculators_eagle3", {}, {"model_type": "gpt_oss"}, "transformer_layer_config.model_type = 'gpt_oss'"),
         ("speculators_eagle3", {}, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("speculators_window", {}, {"use_sliding_window": False}, "use_sliding_window = False, but layer_types = "),
         ("speculators_eagle1", {"layernorms": True}, {}, "layernorms = True is not supported"),
     ],
 )
@@ -260,6 +261,15 @@ def test_a_head_of_another_target(make: Callable[..., Pair], case: str, config: 
     pair = make(case)
     pair.change("target", **config)
     with pytest.raises(MismatchError, match=message):
+        pair.load()
+
+
+def test_a_head_that_names_its_targets_depth(make: Callable[..., Pair]) -> None:
+    pair = make()
+    pair.change(num_target_layers=8)
+    pair.load()
+    pair.change(num_target_layers=36)
+    with pytest.raises(MismatchError, match=r"target of num_hidden_layers 36, but .*config.json has 8"):
         pair.load()
 
 
