@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import LlamaConfig
@@ -52,7 +52,7 @@ class RopeConfig:
         return frequencies.float(), float(factor)
 
 
-def is_positive(value: object) -> bool:
+def is_positive(value: object) -> TypeGuard[float]:
     """Return whether a value is a positive finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 

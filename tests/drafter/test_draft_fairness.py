@@ -110,7 +110,7 @@ def test_blocks_are_shared_evenly_among_sequences_of_one_step(head):
     assert len(flood.session.slots) == 4
 
 
-def test_two_sessions_do_not_take_the_same_blocks_from_each_other_in_turn(head):
+def test_two_sessions_do_not_take_blocks_from_each_other_in_turn(head):
     """Each needs 3 blocks for one more sequence, and 2 are free."""
     engine = make_engine(head, kv_cache_tokens=12 * BLOCK_SIZE)
     streams = connect(engine), connect(engine)

@@ -53,7 +53,7 @@ def test_the_longest_sequence_is_what_head_and_target_allow(target_dir: Path) ->
     assert limits(target_dir, max_model_len=80).max_model_len == 80
 
 
-def test_the_positions_of_a_multimodal_target_are_those_of_its_text_model(target_dir: Path) -> None:
+def test_a_multimodal_targets_positions_are_its_text_models(target_dir: Path) -> None:
     (target_dir / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 48}}))
     assert limits(target_dir).max_model_len == 48
 
