@@ -24,7 +24,7 @@ def parse_object(name: str, text: str) -> dict[str, Any]:
         mapping = dict(pairs)
         if len(mapping) != len(pairs):
             repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise InvalidArgumentError(f"{name}.{repeated}", mapping[repeated], "is given more than once")
+            raise InvalidArgumentError(name, repeated, "this key is given more than once")
         return mapping
 
     def refuse(constant: str) -> NoReturn:

@@ -386,7 +386,7 @@ def test_json_text_and_file_give_the_same_config(tmp_path):
         ("[]", "must be a JSON object or the path of a file with one ("),
         (
             '{"num_speculative_tokens": 3, "num_speculative_tokens": 4}',
-            "num_speculative_tokens = 4: is given more than",
+            "speculative_config = 'num_speculative_tokens': this key is given more than once",
         ),
         ('{"k": 3}', "speculative_config.k = 3: unknown name"),
         ('{"num_speculative_tokens": null, "k": 3}', "speculative_config.k = 3: unknown name"),

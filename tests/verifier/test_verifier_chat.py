@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from odd_tokenizers import VOCAB, codec_of, served, word_tokenizer
+from odd_tokenizers import VOCAB, answers, codec_of, served, word_tokenizer
 from tiny_targets import CONTEXT
 
 from draftwire.client.request import build_request
@@ -18,6 +18,7 @@ from draftwire.contract.errors import InvalidArgumentError
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
 from models import make_tokenizer
+from verifier_service.api.statuses import MAX_TEXT_BYTES
 from verifier_service.core.tokenizer import TextCodec
 
 TEMPLATE = (
@@ -81,7 +82,7 @@ def test_arguments_replace_nothing_of_the_rendering(codec: TextCodec, name: str)
         ("[1]", "must be a JSON object"),
         ("{", "is not valid JSON"),
         ('{"a": NaN}', "NaN is not a number"),
-        ('{"a": 1, "a": 2}', "is given more than once"),
+        ('{"a": 1, "a": 2}', "this key is given more than once"),
         ('{"a":' * 9000 + "1" + "}" * 9000, "nests more than 128"),
         ('{"a": ' + "1" * 5000 + "}", "is not valid JSON"),
     ],
@@ -96,7 +97,7 @@ def test_json_that_is_no_object_is_refused(codec: TextCodec, text: str, words: s
             wrong.template_arguments = text
         with pytest.raises(InvalidArgumentError) as caught:
             codec.encode_chat(wrong)
-        assert caught.value.field.startswith(f"chat.{field}")
+        assert caught.value.field == f"chat.{field}"
         assert words in str(caught.value)
 
 
@@ -105,6 +106,17 @@ def test_text_that_is_no_unicode_is_refused(codec: TextCodec) -> None:
     wrong.template_arguments = '{"enable_thinking": "\\ud800"}'
     with pytest.raises(InvalidArgumentError, match="cannot encode it"):
         codec.encode_chat(wrong)
+
+
+@pytest.mark.parametrize(("said", "sent"), [("x", "x"), ("\N{EURO SIGN}", "\N{EURO SIGN}"), ("\\ud800", "\\ud800")])
+def test_an_error_that_quotes_any_text_reaches_the_client(tmp_path: Path, said: str, sent: str) -> None:
+    codec = codec_of(word_tokenizer(), tmp_path, "{{ raise_exception(tools[0].name * 20000) }}")
+    request = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[f'{{"name": "{said}"}}']))
+    (answer,) = answers(codec, [request])
+    assert answer.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert MAX_TEXT_BYTES - 3 <= len(answer.details.encode()) <= MAX_TEXT_BYTES
+    text = f"chat.messages = [{{'role': 'user', 'content': ''}}]: the chat template refuses it: {20000 * sent}"
+    assert text.startswith(answer.details)
 
 
 def test_tools_keep_the_order_of_their_keys_and_whole_numbers(codec: TextCodec) -> None:
