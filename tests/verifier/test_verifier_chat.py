@@ -19,7 +19,7 @@ from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
 from models import make_tokenizer
 from verifier_service.api.statuses import MAX_TEXT_BYTES
-from verifier_service.core.tokenizer import TextCodec
+from verifier_service.core.tokenizer import MOST_HELD, TextCodec
 
 TEMPLATE = (
     "{% if tools %}[{% for tool in tools %}{{ tool | tojson }}{% endfor %}]{% endif %}"
@@ -180,6 +180,12 @@ def test_detokenize_leaves_special_tokens_out_unless_told(tmp_path: Path) -> Non
         lambda stub: stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)),
     )
     assert (without.text, with_special.text) == ("w3 w4", "w3 <s> w4")
+
+
+def test_many_tokens_are_decoded_without_the_lock_to_the_same_text(codec: TextCodec) -> None:
+    ids = codec.encode("some words ") * 200
+    assert len(ids) > MOST_HELD
+    assert codec.decode(ids) == codec.decode(ids[: len(ids) // 4]) * 4
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_decoder_that_panics_fails_its_request_alone(tmp_path, alone):
     forced = config_pb2.SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 100.0})
     first, *others = answers(codec_of(tokenizer, tmp_path), [ids_request([1], forced), *OTHERS])
     assert first.code == INTERNAL
-    assert first.details.startswith("the output cannot be decoded: the target's tokenizer cannot decode [")
+    assert first.details.startswith("the output cannot be decoded: the target's tokenizer cannot decode the tokens: ")
     # A prompt's last tokens are decoded with its output.
     fails = [5 in (*one.token_ids.ids, *ids) for one, ids in zip(OTHERS, alone, strict=True)]
     assert [answer.code == INTERNAL for answer in others] == fails
