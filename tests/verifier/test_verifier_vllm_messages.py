@@ -246,6 +246,13 @@ def test_log_probabilities_of_the_prompt_are_in_the_first_chunk(top: int):
     assert not last.complete.HasField("input_logprobs")
 
 
+def test_the_only_token_of_a_prompt_has_no_log_probability():
+    writer = ResponseWriter(request(prompt_logprobs=1), PROMPT[:1])
+    (only,) = [response for message in outputs() for response in writer.write(message)]
+    assert list(only.complete.input_logprobs.token_ids) == PROMPT[:1]
+    assert [one.HasField("value") for one in only.complete.input_logprobs.token_logprobs] == [False]
+
+
 def test_log_probabilities_of_the_prompt_without_a_stream():
     writer = ResponseWriter(request(prompt_logprobs=0), PROMPT)
     (only,) = [response for message in [*prompt_logprobs(), *outputs()] for response in writer.write(message)]

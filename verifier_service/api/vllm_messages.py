@@ -5,7 +5,7 @@ Zero means unset for the same fields as in vLLM's contract. Requests for unsuppo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vp
@@ -23,6 +23,7 @@ _NOT_SERVED = {
     "media_refs": "this server takes only text",
 }
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_ABORTED = "abort"  # a further finish reason
 # Without max_tokens the output ends with the context.
 _NO_LIMIT = 2**31 - 1
 _ALL = -1  # value of truncate_prompt_tokens
@@ -127,66 +128,68 @@ class ResponseWriter:
         params = request.sampling_params
         self._is_stream = bool(request.stream)
         self._has_top, self._has_prompt_top = params.logprobs > 0, params.prompt_logprobs > 0
-        self._prompt = prompt
-        self._prompt_logprobs: list[pb.TokenLogprobs] = []
+        self._num_prompt = len(prompt)
+        self._input: vp.InputLogProbs | None = None  # log probabilities of the prompt; the first token has none
+        if params.HasField("prompt_logprobs"):
+            self._input = vp.InputLogProbs(token_ids=prompt[:1], token_logprobs=[vp.InputTokenLogProb()])
+            if self._has_prompt_top:
+                self._input.top_logprobs.add()
         self._outputs = [_Output() for _ in range(params.n or 1)]
-        self._held: dict[int, vp.GenerateResponse] = {}  # ends of outputs, until all have ended
+        self._held: dict[int, vp.GenerateComplete] = {}  # ends of outputs, until all have ended
 
-    def write(self, message: pb.GenerateResponse) -> list[vp.GenerateResponse]:
+    def write(self, message: pb.GenerateResponse) -> Iterable[vp.GenerateResponse]:
         """Return the translation of a response of draftwire.v1: any number of responses, in order."""
-        written = []
-        self._prompt_logprobs += message.prompt_logprobs
         output = self._outputs[message.index]
         output.token_ids += message.token_ids
-        if self._is_stream and message.token_ids:
-            written.append(vp.GenerateResponse(chunk=self._chunk(message, output)))
-        elif not self._is_stream:
-            output.logprobs += message.logprobs
-        if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-            output.has_ended = True
-            complete = vp.GenerateResponse(complete=self._complete(message, output))
-            if self._is_stream:
-                written.append(complete)
-            else:
-                self._held[message.index] = complete
-                if len(self._held) == len(self._outputs):
-                    written += self._ends()
-        return written
+        if self._input is not None:
+            self._add_prompt_logprobs(self._input, message.prompt_logprobs)
+        output.has_ended = message.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        if self._is_stream:
+            chunks = [vp.GenerateResponse(chunk=self._chunk(message, output))] if message.token_ids else []
+            ends = [vp.GenerateResponse(complete=self._complete(message, output))] if output.has_ended else []
+            return chunks + ends
+        output.logprobs += message.logprobs
+        if output.has_ended:
+            self._held[message.index] = self._complete(message, output)
+            if len(self._held) == len(self._outputs):
+                return self._ends()
+        return []
 
-    def _ends(self) -> list[vp.GenerateResponse]:
-        return [self._held[index] for index in sorted(self._held)]
+    def _ends(self) -> Iterator[vp.GenerateResponse]:
+        """Yield the ends of all outputs one by one: the log probabilities of a long prompt are large."""
+        for _, complete in sorted(self._held.items()):
+            response = vp.GenerateResponse(complete=complete)
+            if self._input is not None and complete.finish_reason != _ABORTED:
+                response.complete.input_logprobs.CopyFrom(self._input)
+            yield response
 
-    def aborted(self) -> list[vp.GenerateResponse]:
+    def aborted(self) -> Iterable[vp.GenerateResponse]:
         """Return the ends of the outputs that Abort has ended, with their tokens so far."""
         aborted = {
-            index: vp.GenerateResponse(
-                complete=vp.GenerateComplete(
-                    output_ids=output.token_ids,
-                    finish_reason="abort",
-                    prompt_tokens=len(self._prompt),
-                    completion_tokens=len(output.token_ids),
-                    index=index,
-                )
+            index: vp.GenerateComplete(
+                output_ids=output.token_ids,
+                finish_reason=_ABORTED,
+                prompt_tokens=self._num_prompt,
+                completion_tokens=len(output.token_ids),
+                index=index,
             )
             for index, output in enumerate(self._outputs)
             if not output.has_ended
         }
-        if aborted:
-            self._held |= aborted
-            return self._ends()
-        return []
+        self._held |= aborted
+        return self._ends() if aborted else []
 
     def _chunk(self, message: pb.GenerateResponse, output: _Output) -> vp.GenerateStreamChunk:
         chunk = vp.GenerateStreamChunk(
             token_ids=message.token_ids,
-            prompt_tokens=len(self._prompt),
+            prompt_tokens=self._num_prompt,
             completion_tokens=len(message.token_ids),
             index=message.index,
         )
         if message.logprobs:
             chunk.output_logprobs.CopyFrom(output_logprobs(message.token_ids, message.logprobs, has_top=self._has_top))
-        if self._prompt_logprobs and not output.has_chunk:
-            chunk.input_logprobs.CopyFrom(self._input_logprobs())
+        if self._input is not None and not output.has_chunk:
+            chunk.input_logprobs.CopyFrom(self._input)
         output.has_chunk = True
         return chunk
 
@@ -204,25 +207,19 @@ class ResponseWriter:
         )
         if output.logprobs:
             complete.output_logprobs.CopyFrom(output_logprobs(output.token_ids, output.logprobs, has_top=self._has_top))
-        if self._prompt_logprobs and not self._is_stream:
-            complete.input_logprobs.CopyFrom(self._input_logprobs())
         if message.HasField("stop_token_id"):
             complete.matched_token_id = message.stop_token_id
         elif message.HasField("stop_text"):
             complete.matched_stop_str = message.stop_text
         return complete
 
-    def _input_logprobs(self) -> vp.InputLogProbs:
-        """Return the log probabilities of the prompt; the first token has none."""
-        written = vp.InputLogProbs(token_ids=self._prompt)
-        written.token_logprobs.add()
-        if self._has_prompt_top:
-            written.top_logprobs.add()
-        for one in self._prompt_logprobs:
+    def _add_prompt_logprobs(self, written: vp.InputLogProbs, logprobs: Iterable[pb.TokenLogprobs]) -> None:
+        """Translate log probabilities when they arrive: those of a whole prompt would delay other requests."""
+        for one in logprobs:
+            written.token_ids.append(one.token_id)
             written.token_logprobs.add(value=one.logprob)
             if self._has_prompt_top:
                 written.top_logprobs.add(values=one.top_logprobs, token_ids=one.top_ids)
-        return written
 
 
 def output_logprobs(
