@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from draftwire.contract.errors import (
@@ -152,13 +153,32 @@ class RequestHandler:
         """Check the limits of a request, and return the result of `read`, which runs in a thread."""
         if not self._has_room(1):
             raise self._refusal()
-        self._num_preparing += 1
+        self._preparer.prompts.check_message_size(request)
+        check_limits(request)
+        return await self._in_thread(1, partial(read, with_defaults(request)))
+
+    async def _in_thread(self, num_outputs: int, prepare: Callable[[], T]) -> T:
+        """Return the result of `prepare`, which runs in a thread and counts as `num_outputs` until the thread is done.
+
+        A cancelled call counts as long: its prompt takes memory until then.
+        """
+        is_needed = True
+
+        def run() -> T:
+            if not is_needed:
+                raise UnavailableError("the call was cancelled")
+            return prepare()
+
+        self._num_preparing += num_outputs
+        work = asyncio.ensure_future(asyncio.to_thread(run))
+        work.add_done_callback(lambda _: self._end_preparing(num_outputs))
         try:
-            self._preparer.prompts.check_message_size(request)
-            check_limits(request)
-            return await asyncio.to_thread(read, with_defaults(request))
+            return await asyncio.shield(work)
         finally:
-            self._num_preparing -= 1
+            is_needed = False
+
+    def _end_preparing(self, num_outputs: int) -> None:
+        self._num_preparing -= num_outputs
 
     def _has_room(self, num_outputs: int) -> bool:
         return len(self._outputs) + self._num_preparing + num_outputs <= self.facts.max_open
@@ -189,31 +209,44 @@ class RequestHandler:
             write: Called with each response, in order; awaited before the next one.
         """
         watch = RequestWatch(name, metadata)
-        num_outputs = 0
         try:
-            num_outputs = self._preparer.num_outputs(request)
-            if not self._has_room(num_outputs):
-                self._engine.count_refused()
-                raise self._refusal()
-            self._num_preparing += num_outputs
-            try:
-                self._preparer.prompts.check_message_size(request)
-                work = await asyncio.to_thread(self._preparer.prepare, request, name, watch.traceparent)
-            finally:
-                self._num_preparing -= num_outputs
-            if self._is_draining:
-                raise UnavailableError("the server is draining and takes no further requests; ask another server")
+            numbers, stream = await self._submit(request, name, watch.traceparent)
         except QueueFullError as error:
             watch.failed(error)
             return error.with_traceback(None)
         except (InvalidArgumentError, UnavailableError) as error:
             watch.refused(error)
             return error.with_traceback(None)
+        except asyncio.CancelledError:
+            watch.cancelled(0)
+            raise
+        return await self._write(numbers, stream, name, watch, write)
+
+    async def _submit(
+        self, request: GenerateRequest, name: str, traceparent: str
+    ) -> tuple[Sequence[int], ResponseStream]:
+        """Check, tokenise and submit a request; return the numbers of its outputs, and their stream.
+
+        The prompt's tokens are not kept here: those of a long prompt take megabytes.
+
+        Raises:
+            InvalidArgumentError: If a field is invalid.
+            QueueFullError: If there is no room.
+            UnavailableError: If the server is draining.
+        """
+        num_outputs = self._preparer.num_outputs(request)
+        if not self._has_room(num_outputs):
+            self._engine.count_refused()
+            raise self._refusal()
+        self._preparer.prompts.check_message_size(request)
+        work = await self._in_thread(num_outputs, partial(self._preparer.prepare, request, name, traceparent))
+        if self._is_draining:
+            raise UnavailableError("the server is draining and takes no further requests; ask another server")
         stream = ResponseStream(num_outputs)
         for index, number in enumerate(work.numbers):
             self._outputs[number] = _OpenOutput(stream, ResponseText(name, work.params, self.codec, work.prompt), index)
         self._engine.submit(work)
-        return await self._write(work.numbers, stream, name, watch, write)
+        return work.numbers, stream
 
     async def _write(
         self, numbers: Sequence[int], stream: ResponseStream, name: str, watch: RequestWatch, write: Write

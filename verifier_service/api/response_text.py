@@ -26,7 +26,8 @@ class ResponseText:
         self.request_id = request_id
         self.num_tokens = 0
         self._codec = codec
-        self._prompt = prompt
+        # A long prompt takes megabytes, so it is kept only if it is needed.
+        self._prompt = prompt if params.HasField("prompt_logprobs") else ()
         self._num_prompt_logprobs = 1  # tokens of the prompt whose log probabilities arrived; the first has none
         self._detokenizer = (
             Detokenizer(codec, prompt, skip_special_tokens=params.skip_special_tokens) if codec is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 
 import grpc
@@ -52,7 +52,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             read = read_request(request, self._handler.facts.max_model_len)
         except InvalidArgumentError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        writer = ResponseWriter(request, read.token_ids.ids[-read.truncate_prompt_tokens :])
+        prompt: Sequence[int] = read.token_ids.ids
+        if read.truncate_prompt_tokens:
+            prompt = prompt[-read.truncate_prompt_tokens :]
+        writer = ResponseWriter(request, prompt)
 
         async def write(message: pb.GenerateResponse) -> None:
             for response in writer.write(message):

@@ -1,0 +1,153 @@
+"""Requests before they reach the engine: what counts, what is kept, and what a cancelled one leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from draftwire.contract.errors import DraftwireError, QueueFullError
+from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.v1 import generate_pb2 as pb
+from verifier_service.api.requests import RequestHandler
+from verifier_service.host.access import EngineFacts, Submission
+
+MAX_OPEN = 2
+WAIT_S = 60.0
+
+
+class FakeEngine:
+    """Takes requests and never answers."""
+
+    facts = EngineFacts(vocab_size=64, max_model_len=64, max_num_seqs=1, max_queue=1, max_open=MAX_OPEN)
+
+    def __init__(self) -> None:
+        self.submitted: list[weakref.ref[Submission]] = []
+
+    def submit(self, submission: Submission) -> None:
+        self.submitted.append(weakref.ref(submission))
+
+    def cancel(self, *_: Any) -> None: ...
+
+    def count_refused(self) -> None: ...
+
+
+class Scene:
+    """A handler over such an engine, whose threads wait in the middle of reading a prompt."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.handler = RequestHandler(self.engine, None, speculative_config_from_mapping({}), lambda: None)  # type: ignore
+        self.read: list[str] = []
+        self.may_end = threading.Event()
+        prepare = self.handler._preparer.prepare
+
+        def prepare_slowly(request: pb.GenerateRequest, name: str, traceparent: str) -> Submission:
+            self.read.append(name)
+            assert self.may_end.wait(WAIT_S)
+            return prepare(request, name, traceparent)
+
+        self.handler._preparer.prepare = prepare_slowly  # type: ignore[method-assign]
+
+    def serve(self, name: str) -> asyncio.Task[DraftwireError | None]:
+        async def write(_: pb.GenerateResponse) -> None: ...
+
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]))
+        return asyncio.create_task(self.handler.serve(request, name, (), write))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(play: Callable[[Scene], Awaitable[None]], num_threads: int = MAX_OPEN) -> None:
+    async def run_scene() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(num_threads))
+        scene = Scene()
+        try:
+            await play(scene)
+        finally:
+            scene.may_end.set()
+
+    asyncio.run(run_scene())
+
+
+def test_a_cancelled_request_counts_until_its_thread_has_ended() -> None:
+    async def play(scene: Scene) -> None:
+        begun = [scene.serve(str(number)) for number in range(MAX_OPEN)]
+        await until(lambda: len(scene.read) == MAX_OPEN)
+        await cancelled(*begun)
+        assert isinstance(await scene.serve("one more"), QueueFullError)
+        scene.may_end.set()
+        await until(lambda: scene.handler._has_room(MAX_OPEN))
+        accepted = scene.serve("the next")
+        await until(lambda: len(scene.engine.submitted) == 1)
+        await cancelled(accepted)
+
+    run(play)
+
+
+def test_a_request_that_is_cancelled_before_its_turn_is_not_read() -> None:
+    async def play(scene: Scene) -> None:
+        first, second = scene.serve("first"), scene.serve("second")
+        await until(lambda: len(scene.read) == 1)
+        await cancelled(second)
+        scene.may_end.set()
+        await until(lambda: scene.handler._has_room(1))
+        await cancelled(first)
+        assert scene.read == ["first"]
+
+    run(play, num_threads=1)
+
+
+def test_a_request_that_is_cancelled_while_it_is_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(scene: Scene) -> None:
+        begun = scene.serve("r1")
+        await until(lambda: scene.read == ["r1"])
+        await cancelled(begun)
+
+    with caplog.at_level(logging.INFO):
+        run(play)
+    (record,) = [one for one in caplog.records if one.message == "request finished"]
+    assert record.fields == {"request_id": "r1", "reason": "cancelled", "output_tokens": 0}  # type: ignore[attr-defined]
+
+
+def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 131,072 tokens takes 4 MiB."""
+
+    class Prompt(list[int]):
+        """A list that can be watched."""
+
+    async def play(scene: Scene) -> None:
+        prompts: list[weakref.ref[Prompt]] = []
+
+        def read(request: pb.GenerateRequest) -> Prompt:
+            prompts.append(weakref.ref(prompt := Prompt(request.token_ids.ids)))
+            return prompt
+
+        monkeypatch.setattr(scene.handler._preparer.prompts, "read", read)
+        scene.may_end.set()
+        running = scene.serve("r1")
+        await until(lambda: len(scene.engine.submitted) == 1)
+        await asyncio.sleep(0.1)  # the thread forgets its work
+        gc.collect()
+        assert prompts[0]() is None
+        assert scene.engine.submitted[0]() is None
+        await cancelled(running)
+
+    run(play)
