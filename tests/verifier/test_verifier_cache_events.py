@@ -182,6 +182,24 @@ def test_a_snapshot_has_parents_before_children():
     asyncio.run(play())
 
 
+def test_changes_while_a_snapshot_is_sent_come_after_it():
+    async def play() -> None:
+        player = Player(snapshot_blocks=2)
+        await batches(player.hub, 1)
+        player.deliver([stored(1, 3)])
+        subscription = player.hub.subscribe(0)
+        read = [await anext(subscription)]
+        player.deliver([BlockRemoved(3), stored(4)])
+        read += [await anext(subscription) for _ in range(2)]
+        assert hashes(read) == [1, 2, 3, 4]
+        assert [one.HasField("snapshot") for one in read] == [True, True, False]
+        first = read[0].sequence_number
+        assert [one.sequence_number - first for one in read] == [0, 1, 2]
+        await subscription.aclose()
+
+    asyncio.run(play())
+
+
 def test_a_subscriber_that_does_not_read_is_ended():
     async def play() -> None:
         player = Player(max_waiting=3)

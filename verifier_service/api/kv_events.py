@@ -48,7 +48,7 @@ class KvEventHub:
             StalledClientError: If `max_waiting` batches wait for the subscriber.
         """
         waiting: asyncio.Queue[common_pb2.KvEventBatch | None] = asyncio.Queue()
-        snapshot = [] if start_sequence == self._sequence + 1 else list(self._snapshot())
+        snapshot = iter(()) if start_sequence == self._sequence + 1 else self._snapshot()
         self._subscribers[waiting] = None
         try:
             if not self._is_watching:
@@ -85,18 +85,10 @@ class KvEventHub:
                 waiting.put_nowait(None)
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        blocks, size = self._parents_first(), self._snapshot_blocks
+        """Return the batches of the present state, each made when it is taken: a large cache takes a while."""
+        blocks, size, last = self._parents_first(), self._snapshot_blocks, self._sequence
         count = max(1, -(-len(blocks) // size))
-        for index in range(count):
-            chunk = common_pb2.KvSnapshotChunk(index=index, count=count, blocks=len(blocks))
-            batch = common_pb2.KvEventBatch(
-                sequence_number=self._sequence - count + 1 + index, timestamp=time.time(), dp_rank=0, snapshot=chunk
-            )
-            if index == 0:
-                batch.events.add().cleared.SetInParent()
-            for block in blocks[index * size : (index + 1) * size]:
-                batch.events.add(stored=_stored(block))
-            yield batch
+        return (_chunk(blocks, index, count, size, last - count + 1 + index) for index in range(count))
 
     def _parents_first(self) -> list[BlocksStored]:
         """Return all blocks, each after its parent if the parent is known."""
@@ -105,8 +97,20 @@ class KvEventHub:
             path = [block]
             while (parent := path[-1].parent) is not None and parent in self._blocks and parent not in ordered:
                 path.append(self._blocks[parent])
-            ordered.update((one.hashes[0], one) for one in reversed(path) if one.hashes[0] not in ordered)
+            for one in reversed(path):
+                ordered.setdefault(one.hashes[0], one)
         return list(ordered.values())
+
+
+def _chunk(blocks: list[BlocksStored], index: int, count: int, size: int, sequence: int) -> common_pb2.KvEventBatch:
+    """Return batch `index` of `count` batches of `size` blocks."""
+    chunk = common_pb2.KvSnapshotChunk(index=index, count=count, blocks=len(blocks))
+    batch = common_pb2.KvEventBatch(sequence_number=sequence, timestamp=time.time(), dp_rank=0, snapshot=chunk)
+    if index == 0:
+        batch.events.add().cleared.SetInParent()
+    for block in blocks[index * size : (index + 1) * size]:
+        batch.events.add(stored=_stored(block))
+    return batch
 
 
 def _split(event: BlocksStored) -> Iterator[BlocksStored]:
