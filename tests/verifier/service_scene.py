@@ -19,6 +19,7 @@ from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
 from verifier_service.api.model_files import ModelFiles
+from verifier_service.api.preparation import DEFAULT_RULES
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.vllm_engine import VllmEngineServicer
 from verifier_service.engine.engine import EngineLimits
@@ -81,6 +82,7 @@ class Served:
         self.codec = codec
         self.directory = directory
         self.has_kv_events = True
+        self.rules = DEFAULT_RULES
         self.has_failed = threading.Event()
 
     @asynccontextmanager
@@ -89,7 +91,7 @@ class Served:
         if self.process is not None:
             _, facts = receive(self.process.connection)
             engine = EngineProxy(self.process, facts)
-        handler = RequestHandler(engine, self.codec, CONFIG, self.has_failed.set)
+        handler = RequestHandler(engine, self.codec, CONFIG, self.has_failed.set, self.rules)
         self.handler = handler
         servicer = VllmEngineServicer(handler, ModelFiles(self.directory), has_kv_events=self.has_kv_events)
         try:

@@ -54,12 +54,6 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path):
 
 def test_facts_are_read_from_both_configs(tmp_path: Path):
     config = {"eos_token_id": [3, 4], "bos_token_id": 1, "pad_token_id": None, "model_type": "llama"}
-    generation = {"eos_token_id": 4, "temperature": 0.6, "top_k": None}
-    files = directory(tmp_path, config=config, generation_config={**generation, "bos_token_id": 2})
+    files = directory(tmp_path, config=config, generation_config={"eos_token_id": 4, "bos_token_id": 2})
     assert files.eos_token_ids == [3, 4]
     assert (files.token_id("bos_token_id"), files.token_id("pad_token_id")) == (1, 0)
-    assert json.loads(files.sampling_defaults) == {"temperature": 0.6}
-
-
-def test_without_sampling_defaults_there_are_none(tmp_path: Path):
-    assert directory(tmp_path, config={}).sampling_defaults == ""

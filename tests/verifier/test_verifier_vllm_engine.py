@@ -18,7 +18,9 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vp
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from draftwire.contract.validation import build_sampling_params
 from draftwire.v1.generate_pb2_grpc import GenerationStub
+from verifier_service.api.preparation import RequestRules
 from verifier_service.core.request import Request
 
 # Tokens of an output that takes the tiny target a while.
@@ -151,19 +153,33 @@ def test_model_and_server_are_described(tmp_path: Path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["A"], "eos_token_id": 7})
     )
-    (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.5}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))
+    scene = served(behind_socket=False, directory=tmp_path)
+    # Those of --generation-config, which may be of another file.
+    scene.rules = RequestRules(default_sampling_params=build_sampling_params(top_p=0.9, max_tokens=7))
 
     async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
         model = await stub.GetModelInfo(vp.GetModelInfoRequest())
         assert (model.served_model_name, model.model_path, model.model_type) == ("tiny", str(tmp_path), "llama")
         assert (model.max_context_length, model.vocab_size, model.max_req_input_len) == (64, 20, 63)
         assert (list(model.architectures), list(model.eos_token_ids), model.is_generation) == (["A"], [7], True)
-        assert json.loads(model.default_sampling_params_json) == {"top_p": 0.5}
+        assert json.loads(model.default_sampling_params_json) == {"top_p": 0.9}
         assert (model.tokenizer_path, model.supports_vision) == ("", False)
         server = await stub.GetServerInfo(vp.GetServerInfoRequest())
         assert (server.server_type, server.data_parallel_size, server.max_num_seqs) == ("vllm-grpc", 1, 2)
         assert (server.block_size, server.model_dtype, server.active_requests) == (16, "torch.float32", 0)
         assert (await stub.HealthCheck(vp.HealthCheckRequest())).healthy
+
+    run(scene, play)
+
+
+def test_without_sampling_defaults_none_are_described(tmp_path: Path):
+    """As with --generation-config none."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))
+
+    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+        assert (await stub.GetModelInfo(vp.GetModelInfoRequest())).default_sampling_params_json == ""
 
     run(served(behind_socket=False, directory=tmp_path), play)
 

@@ -29,6 +29,10 @@ def read_params(**params: Any) -> config_pb2.SamplingParams:
     return read_request(request(**params), CONTEXT).sampling_params
 
 
+def test_a_seed_of_minus_one_is_none():
+    assert not read_params(seed=-1).HasField("seed")
+
+
 def test_unset_parameters_are_vllms_defaults():
     params = resolve_sampling_params(read_params())
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1, 0, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ _FILES = (
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.json"),
 )
 _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # With real time stamps, equal files would have archives with different digests.
 _ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -79,13 +77,6 @@ class ModelFiles:
     def token_id(self, name: str) -> int:
         """Return the first id of the field `name` of config.json; 0 without one."""
         return next(iter(_ids(self.config, name)), 0)
-
-    @property
-    def sampling_defaults(self) -> str:
-        """Return the sampling parameters of generation_config.json as a JSON object; empty without any."""
-        given = {key: self.generation_config.get(key) for key in _SAMPLING_DEFAULTS}
-        defaults = {key: value for key, value in given.items() if value is not None}
-        return json.dumps(defaults) if defaults else ""
 
 
 def _ids(config: dict[str, Any], name: str) -> list[int]:

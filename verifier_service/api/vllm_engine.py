@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -13,9 +14,11 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vp
 
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, StalledClientError
+from draftwire.contract.fields import rounded
 from draftwire.contract.request_id import choose_request_id
 from draftwire.contract.version import VERSION
 from draftwire.model.kv_cache import BLOCK_SIZE
+from draftwire.v1 import config_pb2
 from draftwire.v1 import generate_pb2 as pb
 from verifier_service.api.kv_events import KvEventHub
 from verifier_service.api.model_files import ModelFiles
@@ -128,7 +131,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             eos_token_ids=files.eos_token_ids,
             bos_token_id=files.token_id("bos_token_id"),
             pad_token_id=files.token_id("pad_token_id"),
-            default_sampling_params_json=files.sampling_defaults,
+            default_sampling_params_json=_json_of(info.default_sampling_params),
         )
 
     async def GetServerInfo(  # noqa: N802
@@ -224,6 +227,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         except DraftwireError as error:
             await context.abort(*status_of(error))
             raise  # not reached: the abort raises
+
+
+def _json_of(defaults: config_pb2.SamplingParams) -> str:
+    """Return default sampling parameters as a JSON object; empty without any. Gateways take none of max_tokens."""
+    given = {field.name: rounded(value) for field, value in defaults.ListFields() if field.name != "max_tokens"}
+    return json.dumps(given) if given else ""
 
 
 # The error of a request that Abort has ended.

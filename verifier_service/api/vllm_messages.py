@@ -27,6 +27,7 @@ _ABORTED = "abort"  # a further finish reason
 # Without max_tokens the output ends with the context.
 _NO_LIMIT = 2**31 - 1
 _ALL = -1  # value of truncate_prompt_tokens
+_NO_SEED = -1
 
 
 def read_request(request: vp.GenerateRequest, max_model_len: int) -> pb.GenerateRequest:
@@ -88,7 +89,7 @@ def _read_params(given: vp.SamplingParams) -> config_pb2.SamplingParams:
         include_stop_text=given.include_stop_str_in_output,
         logit_bias={int(token_id): float(bias) for token_id, bias in given.logit_bias.items()},
     )
-    if given.HasField("seed"):
+    if given.HasField("seed") and given.seed != _NO_SEED:
         params.seed = given.seed
     for name in ("logprobs", "prompt_logprobs"):
         if given.HasField(name):
