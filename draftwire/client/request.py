@@ -10,9 +10,16 @@ from typing import Any, TypedDict
 import grpc
 
 from draftwire.client.tls_mismatch import find_tls_mismatch
-from draftwire.contract.addresses import CHANNEL_OPTIONS
+from draftwire.contract.addresses import CHANNEL_OPTIONS, MAX_REQUEST_BYTES
 from draftwire.contract.client_security import ClientSecurity
-from draftwire.contract.errors import DraftwireError, InvalidArgumentError, MismatchError, QueueFullError, RequestError
+from draftwire.contract.errors import (
+    Described,
+    DraftwireError,
+    InvalidArgumentError,
+    MismatchError,
+    QueueFullError,
+    RequestError,
+)
 from draftwire.contract.fields import build_message, check_limits
 from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_sampling_params
@@ -128,6 +135,9 @@ def build_request(prompt: Prompt, options: Mapping[str, Any]) -> tuple[pb.Genera
     request.sampling_params.CopyFrom(build_sampling_params(**sampling))
     _set_prompt(request, prompt, chat)
     check_limits(request)
+    if (size := request.ByteSize()) > MAX_REQUEST_BYTES:  # gRPC's refusal looks like that of a full queue
+        allowed = f"at most {MAX_REQUEST_BYTES} bytes"
+        raise InvalidArgumentError("prompt", Described(f"a message of {size} bytes"), allowed)
     return request, timeout
 
 
@@ -166,7 +176,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, chat: Mapping[str, 
         elif all(isinstance(entry, Mapping) for entry in prompt):
             request.chat.messages.extend(_chat_message(entry) for entry in prompt)  # type: ignore[arg-type]
             build_message(request.chat, {name: _json(value, name) for name, value in chat.items()}, "chat.")
-        elif not any(isinstance(entry, Mapping | str | bool) for entry in prompt):
+        elif not any(issubclass(kind, (Mapping, str, bool)) for kind in set(map(type, prompt))):
             request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         else:
             raise InvalidArgumentError("prompt", prompt, allowed)

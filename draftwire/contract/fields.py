@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -25,16 +26,13 @@ def check_limits(message: Message, prefix: str = "") -> None:
     for field, value in message.ListFields():
         path = prefix + field.name
         limits = _limits(field)
-        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-        entries = list(value.values()) if is_map else list(value) if field.is_repeated else [value]
-        if limits.HasField("max_items") and len(entries) > limits.max_items:
-            raise InvalidArgumentError(
-                path, Described(f"{len(entries)} entries"), f"at most {limits.max_items} entries"
-            )
+        if limits.HasField("max_items") and len(value) > limits.max_items:
+            raise InvalidArgumentError(path, Described(f"{len(value)} entries"), f"at most {limits.max_items} entries")
         limits_values = any(map(limits.HasField, ("min", "max", "max_bytes")))
         if field.message_type is None and field.enum_type is None and not limits_values:
             continue  # for example the ids of a long prompt
-        for entry in entries:
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        for entry in value.values() if is_map else value if field.is_repeated else [value]:
             if field.enum_type is not None:
                 _check_enum(field.enum_type, entry, path)
             elif isinstance(entry, Message):
@@ -53,6 +51,7 @@ def limits_of(message: Message, name: str) -> pb.Limits:
     return next(_limits(field) for field in _fields(message) if field.name == name)
 
 
+@cache
 def _limits(field: FieldDescriptor) -> pb.Limits:
     extensions: Any = field.GetOptions().Extensions
     return cast(pb.Limits, extensions[pb.limits])

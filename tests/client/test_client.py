@@ -180,6 +180,7 @@ def test_options_reach_the_server(verifier):
         ([{"role": "", "content": "x"}], {}, "chat.messages.role = ''"),
         ([{"role": "user", "text": "x"}], {}, "chat.messages.text = 'x': unknown name"),
         ([{"role": "r" * 65, "content": "x"}], {}, "allowed length 1 to 64 bytes, got 65"),
+        pytest.param("x" * 2**24, {}, "prompt = a message of 16777223 bytes: at most 16777216 bytes", id="long"),
         ("x", {"temperature": -1}, "sampling_params.temperature = -1.0: allowed range [0, inf)"),
         ("x", {"temprature": 1}, "temprature = 1: unknown option"),
         ("x", {"num_speculative_tokens": 17}, "num_speculative_tokens = 17: allowed range [0, 16]"),
