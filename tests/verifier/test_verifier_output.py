@@ -323,6 +323,18 @@ class TestOutput:
         assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
         assert push(output, a).stop_text == "a"
 
+    @pytest.mark.parametrize(
+        ("min_tokens", "text", "stop"), [(0, "b", "aa"), (2, "b", "aa"), (3, "ba", "aa"), (4, "baaa", None)]
+    )
+    def test_a_stop_text_may_begin_before_min_tokens(self, codec, min_tokens, text, stop):
+        output = builder(codec, stop=["aa"], min_tokens=min_tokens, max_tokens=4)
+        pieces = []
+        for token_id in ids_of("baaa"):
+            pieces.append(push(output, [token_id]))
+            if pieces[-1].stop_text:
+                break
+        assert ("".join(piece.text for piece in pieces), pieces[-1].stop_text) == (text, stop)
+
     def test_stop_text_completed_by_the_last_token_is_found(self, codec):
         piece = push(builder(codec, stop=["ab"], max_tokens=2), [*ids_of("a"), *ids_of("b")])
         assert (piece.text, piece.stop_text, piece.finish_reason) == ("", "ab", pb.FINISH_REASON_STOP)

@@ -94,12 +94,10 @@ class ResponseText:
     def _add(self, text: str) -> str | None:
         """Add text to the message, except a possible beginning of a stop text; return the completed stop text.
 
-        A completed stop text is added if the request includes stop texts.
+        A completed stop text is added if the request includes stop texts. As in vLLM, the first `min_tokens` tokens may
+        begin a stop text but not complete it.
         """
-        if self.num_tokens <= self._min_tokens:
-            self._text += text
-            return None
-        free, stop = self._stops.push(text)
+        free, stop = self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
         self._text += free
         if stop is not None and self._includes_stop:
             self._text += stop

@@ -262,11 +262,15 @@ class StopFinder:
         self._matched = [0] * len(stops)  # characters of each stop text that end the text so far
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Return (text to emit, the stop text found or None); no text after a stop text is emitted."""
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
+        """Return (text to emit, the stop text found or None); no text after a stop text is emitted.
+
+        Without `may_end`, stop texts that end in this text are ignored.
+        """
         if not self._stops:
             return text, None
-        found = [(at, stop) for i, (stop, _) in enumerate(self._stops) if (at := self._match(i, text)) is not None]
+        matches = [(self._match(i, text, may_end), stop) for i, (stop, _) in enumerate(self._stops)]
+        found = [(at, stop) for at, stop in matches if at is not None]
         self._held += text
         if found:
             at, stop = min(found)
@@ -276,7 +280,7 @@ class StopFinder:
         free, self._held = self._held[:end], self._held[end:]
         return free, None
 
-    def _match(self, index: int, text: str) -> int | None:
+    def _match(self, index: int, text: str, may_end: bool) -> int | None:
         """Return the start of the stop text, counted from the text held back, if the stop text ends in `text`."""
         stop, borders = self._stops[index]
         matched = self._matched[index]
@@ -285,7 +289,9 @@ class StopFinder:
                 matched = borders[matched - 1]
             matched += character == stop[matched]
             if matched == len(stop):
-                return len(self._held) + i + 1 - matched
+                if may_end:
+                    return len(self._held) + i + 1 - matched
+                matched = borders[-1]
         self._matched[index] = matched
         return None
 
