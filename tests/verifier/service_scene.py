@@ -96,6 +96,7 @@ class Served:
         servicer = VllmEngineServicer(handler, ModelFiles(self.directory), has_kv_events=self.has_kv_events)
         try:
             async with serving(handler, partial(add_VllmEngineServicer_to_server, servicer)) as address:
+                self.address = address
                 yield address
         finally:
             if self.process is not None:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from draftwire.contract.errors import DraftwireError, QueueFullError
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
-from verifier_service.api.requests import RequestHandler
+from verifier_service.api.requests import AbortedError, RequestHandler
 from verifier_service.host.access import EngineFacts, Submission
 
 MAX_OPEN = 2
@@ -30,11 +31,13 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.submitted: list[weakref.ref[Submission]] = []
+        self.cancelled: list[int] = []
 
     def submit(self, submission: Submission) -> None:
         self.submitted.append(weakref.ref(submission))
 
-    def cancel(self, *_: Any) -> None: ...
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
 
     def count_refused(self) -> None: ...
 
@@ -56,11 +59,13 @@ class Scene:
 
         self.handler._preparer.prepare = prepare_slowly  # type: ignore[method-assign]
 
-    def serve(self, name: str) -> asyncio.Task[DraftwireError | None]:
+    def serve(
+        self, name: str, on_submitted: Callable[[Callable[[], None]], object] = lambda _: None
+    ) -> asyncio.Task[DraftwireError | None]:
         async def write(_: pb.GenerateResponse) -> None: ...
 
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]))
-        return asyncio.create_task(self.handler.serve(request, name, (), write))
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), n=MAX_OPEN)
+        return asyncio.create_task(self.handler.serve(request, name, (), write, on_submitted))
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -89,9 +94,9 @@ def run(play: Callable[[Scene], Awaitable[None]], num_threads: int = MAX_OPEN) -
 
 def test_a_cancelled_request_counts_until_its_thread_has_ended() -> None:
     async def play(scene: Scene) -> None:
-        begun = [scene.serve(str(number)) for number in range(MAX_OPEN)]
-        await until(lambda: len(scene.read) == MAX_OPEN)
-        await cancelled(*begun)
+        begun = scene.serve("first")
+        await until(lambda: len(scene.read) == 1)
+        await cancelled(begun)
         assert isinstance(await scene.serve("one more"), QueueFullError)
         scene.may_end.set()
         await until(lambda: scene.handler._has_room(MAX_OPEN))
@@ -104,11 +109,12 @@ def test_a_cancelled_request_counts_until_its_thread_has_ended() -> None:
 
 def test_a_request_that_is_cancelled_before_its_turn_is_not_read() -> None:
     async def play(scene: Scene) -> None:
+        scene.engine.facts = replace(scene.engine.facts, max_open=2 * MAX_OPEN)
         first, second = scene.serve("first"), scene.serve("second")
         await until(lambda: len(scene.read) == 1)
         await cancelled(second)
         scene.may_end.set()
-        await until(lambda: scene.handler._has_room(1))
+        await until(lambda: scene.handler._has_room(MAX_OPEN))
         await cancelled(first)
         assert scene.read == ["first"]
 
@@ -125,6 +131,18 @@ def test_a_request_that_is_cancelled_while_it_is_read_is_logged(caplog: pytest.L
         run(play)
     (record,) = [one for one in caplog.records if one.message == "request finished"]
     assert record.fields == {"request_id": "r1", "reason": "cancelled", "output_tokens": 0}  # type: ignore[attr-defined]
+
+
+def test_a_request_may_be_ended_from_outside_once_it_is_submitted() -> None:
+    async def play(scene: Scene) -> None:
+        scene.may_end.set()
+        # The second call has no effect.
+        running = scene.serve("r1", lambda end: (end(), end()))
+        assert isinstance(await running, AbortedError)
+        assert scene.engine.cancelled == [0, 1]
+        assert not scene.handler.open_outputs
+
+    run(play)
 
 
 def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

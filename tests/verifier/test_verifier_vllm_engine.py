@@ -101,6 +101,28 @@ def test_abort_ends_a_request_and_frees_its_place():
     run(scene, play)
 
 
+def test_abort_ends_a_request_whose_client_does_not_read():
+    """Its place is free at once; the client gets the end when it reads."""
+    scene = served(behind_socket=False)
+
+    async def play() -> None:
+        # A window that a few messages fill, and that does not grow.
+        window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        async with calling(scene) as (stub, _), grpc.aio.insecure_channel(scene.address, window) as slow:
+            call = VllmEngineStub(slow).Generate(request(name="one", logprobs=15, max_tokens=MAX_TOKENS))
+            first = await call.read()
+            (stream,) = scene.handler.open_outputs
+            while stream.num_tokens < MAX_TOKENS // 2:
+                await asyncio.sleep(0.01)
+            await stub.Abort(vp.AbortRequest(request_ids=["one"]))
+            *chunks, last = [first, *await outputs_of(call)]
+            assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
+            assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
+            await until_idle(scene)
+
+    asyncio.run(asyncio.wait_for(play(), WAIT_S))
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_dropped_streams_are_in_one_more_step_at_most(is_async: bool, monkeypatch: pytest.MonkeyPatch):
     """The engine counts a step when it begins, so a step that runs when the engine is told is counted already."""

@@ -48,6 +48,10 @@ M = TypeVar("M", TokenizeRequest, DetokenizeRequest)
 T = TypeVar("T")
 
 
+class AbortedError(DraftwireError):
+    """A request that was ended by the function that `RequestHandler.serve` gives."""
+
+
 @dataclass
 class _OpenOutput:
     """An output that is being computed or has unread messages."""
@@ -195,7 +199,12 @@ class RequestHandler:
         self._engine.watch_cache(deliver)
 
     async def serve(
-        self, request: GenerateRequest, name: str, metadata: Metadata, write: Write
+        self,
+        request: GenerateRequest,
+        name: str,
+        metadata: Metadata,
+        write: Write,
+        on_submitted: Callable[[Callable[[], None]], object] = lambda _: None,
     ) -> DraftwireError | None:
         """Compute a request and write its output; return the error that ended the request, or None.
 
@@ -207,6 +216,8 @@ class RequestHandler:
             name: Id of the request in logs and in the first response.
             metadata: Metadata of the call, with the client's traceparent if there is a trace.
             write: Called with each response, in order; awaited before the next one.
+            on_submitted: Called with a function that ends the request at once; `serve` then writes the output so far
+                and returns AbortedError. gRPC cannot take another message after an interrupted write.
         """
         watch = RequestWatch(name, metadata)
         try:
@@ -220,7 +231,17 @@ class RequestHandler:
         except asyncio.CancelledError:
             watch.cancelled(0)
             raise
+        on_submitted(partial(self._abort, numbers, stream))
         return await self._write(numbers, stream, name, watch, write)
+
+    def _abort(self, numbers: Sequence[int], stream: ResponseStream) -> None:
+        for number in numbers:
+            output = self._outputs.get(number)
+            if output is not None and not output.has_ended:
+                output.has_ended = True
+                self._engine.cancel(number)
+        if not stream.has_ended:
+            stream.put(AbortedError("aborted"))
 
     async def _submit(
         self, request: GenerateRequest, name: str, traceparent: str
@@ -267,11 +288,11 @@ class RequestHandler:
                     self._retry_after.count_end()
             if not self._outputs and self._is_draining:
                 self._all_ended.set()
-            if last is None and failure is None:
+            if last is None and (failure is None or isinstance(failure, AbortedError)):
                 watch.cancelled(stream.num_tokens)
         if last is not None:
             watch.finished(last)
-        elif failure is not None:
+        elif failure is not None and not isinstance(failure, AbortedError):
             watch.failed(failure)
         return failure
 

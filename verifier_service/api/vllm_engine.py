@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 
 import grpc
@@ -22,12 +22,16 @@ from draftwire.v1 import config_pb2
 from draftwire.v1 import generate_pb2 as pb
 from verifier_service.api.kv_events import KvEventHub
 from verifier_service.api.model_files import ModelFiles
-from verifier_service.api.requests import RequestHandler
+from verifier_service.api.request_log import Metadata
+from verifier_service.api.requests import AbortedError, RequestHandler
+from verifier_service.api.response_stream import Write
 from verifier_service.api.statuses import status_of
 from verifier_service.api.vllm_messages import ResponseWriter, read_request
 
 SERVICE_NAME: str = vp.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 Context = grpc.aio.ServicerContext
+# Gets the function that ends a request, when the request is submitted.
+_Submitted = asyncio.Future[Callable[[], None]]
 # Maximum seconds that FlushCache waits for requests, and seconds between two tries.
 MAX_FLUSH_S = 600.0
 FLUSH_AGAIN_S = 0.05
@@ -41,7 +45,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._handler = handler
         self._files = files
         self._events = KvEventHub(handler.watch_cache) if has_kv_events else None
-        self._running: defaultdict[str, set[asyncio.Task[DraftwireError | None]]] = defaultdict(set)
+        self._running: defaultdict[str, set[_Submitted]] = defaultdict(set)
         self._started = time.monotonic()
         self._last_request = 0.0  # seconds since the epoch
 
@@ -64,33 +68,31 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             for response in writer.write(message):
                 await context.write(response)
 
-        failure = await self._serve(name, asyncio.ensure_future(self._handler.serve(read, name, metadata, write)))
-        if failure is _ABORTED:
+        failure = await self._serve(read, name, metadata, write)
+        if isinstance(failure, AbortedError):
             for response in writer.aborted():
                 await context.write(response)
         elif failure is not None:
             await context.abort(*status_of(failure))
 
-    async def _serve(self, name: str, task: asyncio.Task[DraftwireError | None]) -> DraftwireError | None:
-        """Wait for a request that Abort can end by name; return its error, or `_ABORTED` after Abort."""
-        self._running[name].add(task)
+    async def _serve(
+        self, request: pb.GenerateRequest, name: str, metadata: Metadata, write: Write
+    ) -> DraftwireError | None:
+        """Serve a request that Abort can end by name; as `RequestHandler.serve`."""
+        submitted: _Submitted = asyncio.get_running_loop().create_future()
+        self._running[name].add(submitted)
         try:
-            return await task
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is None or caller.cancelling():  # the client has gone
-                raise
-            return _ABORTED
+            return await self._handler.serve(request, name, metadata, write, submitted.set_result)
         finally:
-            self._running[name].discard(task)
+            self._running[name].discard(submitted)
             if not self._running[name]:
                 del self._running[name]
 
     async def Abort(self, request: vp.AbortRequest, context: Context) -> vp.AbortResponse:  # noqa: ARG002, N802
         """End requests by name. Unknown names are ignored, because their requests may have ended."""
         for name in request.request_ids:
-            for task in self._running.get(name, ()):
-                task.cancel()
+            for submitted in self._running.get(name, ()):
+                submitted.add_done_callback(lambda ended: ended.result()())
         return vp.AbortResponse()
 
     async def Embed(self, request: vp.EmbedRequest, context: Context) -> vp.EmbedResponse:  # noqa: ARG002, N802
@@ -233,7 +235,3 @@ def _json_of(defaults: config_pb2.SamplingParams) -> str:
     """Return default sampling parameters as a JSON object; empty without any. Gateways take none of max_tokens."""
     given = {field.name: rounded(value) for field, value in defaults.ListFields() if field.name != "max_tokens"}
     return json.dumps(given) if given else ""
-
-
-# The error of a request that Abort has ended.
-_ABORTED = DraftwireError("aborted")
