@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from draftwire.client import StructuredOutput
+from draftwire.contract.structured_output import KINDS
 
 
 class TextOrFile(click.ParamType):
@@ -48,8 +49,7 @@ def take_structured_output(given: dict[str, Any]) -> StructuredOutput | None:
     Raises:
         click.UsageError: If several are given.
     """
-    kinds = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
-    values = {kind: value for kind in kinds if (value := given.pop(kind)) not in (None, False, ())}
+    values = {kind: value for kind in KINDS if (value := given.pop(kind)) not in (None, False, ())}
     if len(values) > 1:
         names = ", ".join(f"--{kind.replace('_', '-')}" for kind in values)
         raise click.UsageError(f"at most one kind of structured output is allowed, got {names}")

@@ -16,6 +16,7 @@ from draftwire.server.bootstrap import CONNECTION_LIMITS, limits_of_others
 from draftwire.transport import segment
 from draftwire.v1 import config_pb2, generate_pb2
 from verifier_service.api import response_stream as unread
+from verifier_service.api.statuses import MAX_TEXT_BYTES
 from verifier_service.drafters import connection as drafter_link
 from verifier_service.drafters import handshake
 from verifier_service.engine.engine import EngineLimits as VerifierLimits
@@ -58,6 +59,7 @@ def options(name: str) -> str:
 
 
 WORDS = {
+    "the text of an error to a client": [f"{MAX_TEXT_BYTES} bytes"],
     "a message to a verifier": [mib(wire.MAX_REQUEST_BYTES)],
     "a message to a drafter": [mib(wire.MAX_MESSAGE_BYTES)],
     "a message from a drafter": [mib(drafter_link.LEAST_ANSWER_BYTES)],

@@ -182,7 +182,7 @@ def test_detokenize_leaves_special_tokens_out_unless_told(tmp_path: Path) -> Non
     assert (without.text, with_special.text) == ("w3 w4", "w3 <s> w4")
 
 
-def test_many_tokens_are_decoded_without_the_lock_to_the_same_text(codec: TextCodec) -> None:
+def test_many_tokens_are_decoded_to_the_same_text(codec: TextCodec) -> None:
     ids = codec.encode("some words ") * 200
     assert len(ids) > MOST_HELD
     assert codec.decode(ids) == codec.decode(ids[: len(ids) // 4]) * 4

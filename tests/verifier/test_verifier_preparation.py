@@ -17,6 +17,8 @@ import pytest
 from draftwire.contract.errors import DraftwireError, QueueFullError
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
+from verifier_service.api.preparation import RequestPreparer
+from verifier_service.api.prompts import PromptReader
 from verifier_service.api.requests import AbortedError, RequestHandler
 from verifier_service.host.access import EngineFacts, Submission
 
@@ -45,19 +47,21 @@ class FakeEngine:
 class Scene:
     """A handler over such an engine, whose threads wait in the middle of reading a prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = FakeEngine()
         self.handler = RequestHandler(self.engine, None, speculative_config_from_mapping({}), lambda: None)  # type: ignore
         self.read: list[str] = []
         self.may_end = threading.Event()
-        prepare = self.handler._preparer.prepare
+        self.ended: list[str] = []
+        prepare = RequestPreparer.prepare
 
-        def prepare_slowly(request: pb.GenerateRequest, name: str, traceparent: str) -> Submission:
+        def prepare_slowly(preparer: RequestPreparer, request: Any, name: str, parent: str) -> Submission:
             self.read.append(name)
             assert self.may_end.wait(WAIT_S)
-            return prepare(request, name, traceparent)
+            self.ended.append(name)
+            return prepare(preparer, request, name, parent)
 
-        self.handler._preparer.prepare = prepare_slowly  # type: ignore[method-assign]
+        monkeypatch.setattr(RequestPreparer, "prepare", prepare_slowly)
 
     def serve(
         self, name: str, on_submitted: Callable[[Callable[[], None]], object] = lambda _: None
@@ -80,10 +84,12 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def run(play: Callable[[Scene], Awaitable[None]], num_threads: int = MAX_OPEN) -> None:
+def run(
+    monkeypatch: pytest.MonkeyPatch, play: Callable[[Scene], Awaitable[None]], num_threads: int = MAX_OPEN
+) -> None:
     async def run_scene() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(num_threads))
-        scene = Scene()
+        scene = Scene(monkeypatch)
         try:
             await play(scene)
         finally:
@@ -92,48 +98,53 @@ def run(play: Callable[[Scene], Awaitable[None]], num_threads: int = MAX_OPEN) -
     asyncio.run(run_scene())
 
 
-def test_a_cancelled_request_counts_until_its_thread_has_ended() -> None:
+def test_a_cancelled_request_counts_until_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: Scene) -> None:
         begun = scene.serve("first")
         await until(lambda: len(scene.read) == 1)
         await cancelled(begun)
         assert isinstance(await scene.serve("one more"), QueueFullError)
         scene.may_end.set()
-        await until(lambda: scene.handler._has_room(MAX_OPEN))
+        await until(lambda: scene.ended == ["first"])
+        await asyncio.sleep(0.1)  # the loop learns of the thread's end
         accepted = scene.serve("the next")
         await until(lambda: len(scene.engine.submitted) == 1)
         await cancelled(accepted)
 
-    run(play)
+    run(monkeypatch, play)
 
 
-def test_a_request_that_is_cancelled_before_its_turn_is_not_read() -> None:
+def test_a_request_cancelled_before_its_turn_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: Scene) -> None:
-        scene.engine.facts = replace(scene.engine.facts, max_open=2 * MAX_OPEN)
+        scene.engine.facts = replace(scene.engine.facts, max_open=3 * MAX_OPEN)
         first, second = scene.serve("first"), scene.serve("second")
         await until(lambda: len(scene.read) == 1)
         await cancelled(second)
         scene.may_end.set()
-        await until(lambda: scene.handler._has_room(MAX_OPEN))
-        await cancelled(first)
-        assert scene.read == ["first"]
+        await until(lambda: len(scene.engine.submitted) == 1)
+        third = scene.serve("third")
+        await until(lambda: len(scene.read) == 2)
+        await cancelled(first, third)
+        assert scene.read == ["first", "third"]
 
-    run(play, num_threads=1)
+    run(monkeypatch, play, num_threads=1)
 
 
-def test_a_request_that_is_cancelled_while_it_is_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_cancelled_while_it_is_read_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def play(scene: Scene) -> None:
         begun = scene.serve("r1")
         await until(lambda: scene.read == ["r1"])
         await cancelled(begun)
 
     with caplog.at_level(logging.INFO):
-        run(play)
+        run(monkeypatch, play)
     (record,) = [one for one in caplog.records if one.message == "request finished"]
     assert record.fields == {"request_id": "r1", "reason": "cancelled", "output_tokens": 0}  # type: ignore[attr-defined]
 
 
-def test_a_request_may_be_ended_from_outside_once_it_is_submitted() -> None:
+def test_a_submitted_request_may_be_ended_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(scene: Scene) -> None:
         scene.may_end.set()
         # The second call has no effect.
@@ -142,7 +153,7 @@ def test_a_request_may_be_ended_from_outside_once_it_is_submitted() -> None:
         assert scene.engine.cancelled == [0, 1]
         assert not scene.handler.open_outputs
 
-    run(play)
+    run(monkeypatch, play)
 
 
 def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +165,11 @@ def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatc
     async def play(scene: Scene) -> None:
         prompts: list[weakref.ref[Prompt]] = []
 
-        def read(request: pb.GenerateRequest) -> Prompt:
+        def read(_: PromptReader, request: pb.GenerateRequest) -> Prompt:
             prompts.append(weakref.ref(prompt := Prompt(request.token_ids.ids)))
             return prompt
 
-        monkeypatch.setattr(scene.handler._preparer.prompts, "read", read)
+        monkeypatch.setattr(PromptReader, "read", read)
         scene.may_end.set()
         running = scene.serve("r1")
         await until(lambda: len(scene.engine.submitted) == 1)
@@ -168,4 +179,4 @@ def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatc
         assert scene.engine.submitted[0]() is None
         await cancelled(running)
 
-    run(play)
+    run(monkeypatch, play)
