@@ -17,6 +17,9 @@ MessageCarrier = Literal["grpc", "direct"]
 Direction = Literal["sent", "received"]
 Content = Literal["message", "features", "logits", "fusion"]
 
+# Dimensions of features and draft logits.
+_NUM_DIMENSIONS = 2
+
 
 class Traffic:
     """Counts every byte once, by carrier, direction and content; thread-safe.
@@ -69,7 +72,10 @@ def _tensors_inside(message: Message) -> list[tuple[Content, int]]:
 
 
 def _data_bytes(tensor: pb.Tensor) -> int:
-    """Return the size of a message's elements from the shape, because reading the elements would copy them."""
-    if tensor.WhichOneof("storage") != "data" or tensor.dtype not in DTYPES:
+    """Return the size of a message's elements from the shape, because reading the elements would copy them.
+
+    The shape is not checked yet. The product of a million dimensions would take minutes.
+    """
+    if tensor.WhichOneof("storage") != "data" or tensor.dtype not in DTYPES or len(tensor.shape) != _NUM_DIMENSIONS:
         return 0
     return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from draftwire.model.tensors import encode_tensor
@@ -47,6 +48,16 @@ def test_a_lie_about_a_shape_counts_no_more_bytes_than_were_sent():
     request = pb.DraftRequest(step=pb.DraftStep(features=features))
     traffic.count_message("grpc", "received", request, request.ByteSize())
     assert sum(counts(traffic).values()) == request.ByteSize()
+
+
+@pytest.mark.timeout(30)
+def test_a_shape_of_a_million_dimensions_is_not_multiplied():
+    """The product would hold the interpreter for an hour, before any check of the message."""
+    traffic = Traffic()
+    lie = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**32 - 1] * 1_000_000, data=bytes(8))
+    answer = pb.DraftResponse(drafts=pb.Drafts(logits=lie))
+    traffic.count_message("grpc", "received", answer, answer.ByteSize())
+    assert counts(traffic) == {("grpc", "received", "message"): answer.ByteSize()}
 
 
 def test_the_weights_of_a_fusion_are_no_message_of_a_step():
