@@ -167,6 +167,9 @@ class RecordedStream(Stream):
         assert not self.has_ended
         self.has_ended = True
 
+    def release(self) -> None:
+        pass
+
     def fail(self, reason: str, *, expel: bool = False) -> None:
         assert self.failure is None
         self.failure, self.is_expelled = reason, expel

@@ -23,7 +23,7 @@ from draftwire.v1 import config_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.v1 import draft_pb2 as pb
 from draftwire_kernels import NOISE_VERSION
 from verifier_service.drafters.connection import DrafterLink
-from verifier_service.drafters.stream import Connected, LinkEvent, Loaded, Stream
+from verifier_service.drafters.stream import Connected, Disconnected, LinkEvent, Loaded, Stream
 
 READY = generate_pb2.DRAFTER_STATE_READY
 REFUSED = generate_pb2.DRAFTER_STATE_REFUSED
@@ -137,9 +137,10 @@ async def serve(
 
 
 class Linked:
-    """A link that runs and what it has posted."""
+    """A link that runs and what it has posted. The end of a stream is handled at once, unless `releases` is false."""
 
     def __init__(self, port: int, config: dict[str, Any], **options: Any) -> None:
+        self.releases = True
         self.shown: list[int] = []  # the drafter's state at each event
         self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
         settings = speculative_config_from_mapping(config)
@@ -152,6 +153,8 @@ class Linked:
         if isinstance(event, Loaded):
             self.loads.append(event.load)
         else:
+            if isinstance(event, Disconnected) and self.releases:
+                event.stream.release()
             self.events.put_nowait(event)
 
     async def next(self, timeout_s: float = WAIT_S) -> LinkEvent:

@@ -81,6 +81,41 @@ async def test_an_expelled_drafter_is_left_alone():
         assert len(drafter.hellos) == 1
 
 
+class Leaving(Drafter):
+    """Ends its first stream with its first answer, with the status `ends_with` or well."""
+
+    def __init__(self, ends_with: grpc.StatusCode | None) -> None:
+        super().__init__()
+        self.ends_with = ends_with
+
+    async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        async for response in super().Draft(request_iterator, context):
+            yield response
+            if response.HasField("drafts") and len(self.hellos) == 1:
+                break
+        if self.ends_with is not None:
+            await context.abort(self.ends_with, "the head is on fire")
+
+
+@pytest.mark.parametrize("ends_with", [None, grpc.StatusCode.INTERNAL])
+@on_loop
+async def test_a_drafter_that_leaves_with_its_wrong_answer_is_expelled(ends_with):
+    """The engine comes to the answer when the stream has ended."""
+    drafter = Leaving(ends_with)
+    async with linked(drafter) as own:
+        own.releases = False
+        stream = await own.connected()
+        stream.send(pb.DraftStep(step_id=1))
+        assert isinstance(await own.next(), Answered)
+        assert isinstance(await own.next(), Disconnected)
+        await asyncio.sleep(0.3)
+        stream.fail("wrong answer: drafts.tokens", expel=True)
+        stream.release()
+        detail = await own.wait_for_state(generate_pb2.DRAFTER_STATE_EXPELLED)
+        assert detail == "expelled: wrong answer: drafts.tokens"
+        assert len(drafter.hellos) == 1
+
+
 @on_loop
 async def test_an_expulsion_outlives_the_name_servers_answers(monkeypatch):
     """A link that is no longer needed goes with its name, and a new one takes the drafter for a new one."""
@@ -129,14 +164,7 @@ async def test_a_drafter_is_shown_as_its_stream_is_judged(monkeypatch):
 
 @on_loop
 async def test_a_stream_that_the_drafter_ends_is_posted_and_reopened():
-    class Brief(Drafter):
-        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
-            async for response in super().Draft(request_iterator, context):
-                yield response
-                if response.HasField("drafts") and len(self.hellos) == 1:
-                    await context.abort(grpc.StatusCode.INTERNAL, "the head is on fire")
-
-    async with linked(Brief()) as own:
+    async with linked(Leaving(grpc.StatusCode.INTERNAL)) as own:
         stream = await own.connected()
         stream.send(pb.DraftStep(step_id=1))
         assert isinstance(await own.next(), Answered)

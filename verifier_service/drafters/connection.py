@@ -191,30 +191,35 @@ class DrafterLink:
             # Set after the engine knows the stream, so that a later request finds the drafter.
             self._note(generate_pb2.DRAFTER_STATE_READY, "")
             self._stream = stream
-            tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_info(stub, stream))]
             try:
-                while (answer := await _read(call)) is not None:
-                    self._take(stream, answer)
-                is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
-                raise TimeoutError("has drained") if is_draining else await _ending(call)
-            except _ExpelledError as error:
-                stream.fail(str(error), expel=True)
-                raise
-            except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
+                await self._follow(call, stub, stream)
+            except (Exception, asyncio.CancelledError) as error:
                 # A stream that the engine fails ends as a cancelled call; a cancelled task must end.
                 task = asyncio.current_task()
-                if stream.failure is None and isinstance(error, grpc.aio.AioRpcError) and _is_too_large(error):
-                    stream.fail(_text(error), expel=True)
-                if stream.failure is None or (task is not None and task.cancelling()):
+                if task is not None and task.cancelling():
                     raise
-                kind = _ExpelledError if stream.is_expelled else TimeoutError
-                raise kind(stream.failure) from error
-            finally:
-                self._stream = None
-                for task in tasks:
-                    task.cancel()
-                call.cancel()
-                self._post(Disconnected(stream))
+                if isinstance(error, _ExpelledError) or _is_too_large(error):
+                    stream.fail(_text(error), expel=True)
+                # A drafter cannot leave before its last answers are judged.
+                await stream.released.wait()
+                if stream.failure is None:
+                    raise
+                raise (_ExpelledError if stream.is_expelled else TimeoutError)(stream.failure) from error
+
+    async def _follow(self, call: _Call, stub: draft_pb2_grpc.DraftingAsyncStub, stream: Stream) -> None:
+        """Take a stream's answers until it ends, which raises an error."""
+        tasks = [asyncio.create_task(one) for one in (self._write(call, stream), self._ask_info(stub, stream))]
+        try:
+            while (answer := await _read(call)) is not None:
+                self._take(stream, answer)
+            is_draining = self.status.state == generate_pb2.DRAFTER_STATE_DRAINING
+            raise TimeoutError("has drained") if is_draining else await _ending(call)
+        finally:
+            self._stream = None
+            for task in tasks:
+                task.cancel()
+            call.cancel()
+            self._post(Disconnected(stream))
 
     async def _get_info(self, stub: draft_pb2_grpc.DraftingAsyncStub) -> draft_pb2.GetDrafterInfoResponse | None:
         """Return the drafter's info; None if it cannot be decoded, as grpc reports it."""
@@ -406,7 +411,7 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, (MismatchError, InvalidArgumentError))
 
 
-def _is_too_large(error: Exception) -> bool:
+def _is_too_large(error: BaseException) -> bool:
     """Return whether a drafter's message was too large to receive; gRPC says so only in the status text."""
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
         return False
@@ -415,7 +420,7 @@ def _is_too_large(error: Exception) -> bool:
     return any(cause in (error.details() or "") for cause in causes)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

@@ -117,6 +117,7 @@ class Stream:
         sender: Allocates send buffers for the features of a step.
         receiver: Receives the draft logits of an answer.
         on_trial: Whether the drafter was expelled on its previous stream.
+        released: Set by `release`; for the event loop.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Stream:
         # None ends the stream.
         self.outbox: asyncio.Queue[tuple[StepMessage, Outgoing | None] | None] = asyncio.Queue()
         self.on_trial = on_trial
+        self.released = asyncio.Event()
         self.failure: str | None = None
         self.is_expelled = False
         self._num_unanswered = 0  # number of sent steps without an answer
@@ -254,10 +256,11 @@ class Stream:
         assert self._channel is not None
         return self._channel.fileno()
 
-    def close_direct(self) -> None:
-        """Stop reading from the channel."""
+    def release(self) -> None:
+        """Close the channel, and let the drafter get a new stream. Call after all events of this one were handled."""
         if self._channel is not None:
             self._channel.close()
+        self._loop.call_soon_threadsafe(self.released.set)
 
     def count_bytes(self, direction: Direction, num_bytes: int) -> None:
         """Count the bytes of a step or an answer in the drafter's status; thread-safe."""

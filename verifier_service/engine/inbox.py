@@ -220,6 +220,8 @@ class Inbox:
                 self._times.count_answer(event.drafts.compute_time_s, is_behind=is_behind)
             has_started = self._start(lambda: self._executor.take_answer(event))
         self._drafting.handle(event)
+        if isinstance(event, Disconnected):
+            event.stream.release()
         if not has_started:
             self._start(self._executor.start_if_complete)
         self._executor.keep_features(self._drafting.feature_kinds)
@@ -235,8 +237,9 @@ class Inbox:
     def _watch_stream(self, event: Connected | Disconnected) -> None:
         """Begin or end reading a direct channel's answers in this thread."""
         stream = event.stream
-        if stream.is_direct and isinstance(event, Connected):
+        if not stream.is_direct:
+            return
+        if isinstance(event, Connected):
             self._mailbox.watch(stream.fileno(), stream.read_direct)
-        elif stream.is_direct:
+        else:
             self._mailbox.unwatch(stream.fileno())
-            stream.close_direct()

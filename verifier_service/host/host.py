@@ -153,8 +153,8 @@ class EngineHost:
     def stop(self) -> None:
         """Stop the engine and the connections to the drafters; requests that are left get an error."""
         self._grammars.stop(UnavailableError("the server is shutting down"))
+        self.engine.stop()  # first: its thread uses the event loop of the connections
         self._drafters.stop()
-        self.engine.stop()
 
     @property
     def collector(self) -> VerifierCollector:
