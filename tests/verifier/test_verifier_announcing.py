@@ -196,6 +196,21 @@ def test_early_drafts_of_no_announced_step_expel_the_drafter(announced_id, has_b
     assert "early.announced_id" in local.stream.failure
 
 
+def test_early_drafts_without_end_expel_the_drafter():
+    """Each message takes some of the engine's time, and none counts as an answer."""
+    local = LocalDrafting()
+    local.answer(local.step([[5], [5], [5]]))
+    local.step([[6], [6], [6]])
+    drafts = torch.zeros(3, K, dtype=torch.int32)
+    for announced_id in (1, 2):
+        local.show(drafts, announced_id)
+    response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=2))
+    assert local.drafter.send(response.SerializeToString(), drafts)
+    assert local.stream.read_direct() is None
+    assert local.stream.is_expelled
+    assert "early.announced_id = 2: allowed range [3, 2]" in local.stream.failure
+
+
 def test_early_drafts_leave_the_ring_when_their_step_is_answered():
     """What comes later has room, though no more drafts are shown."""
     local = LocalDrafting()

@@ -158,6 +158,7 @@ class Stream:
         self._channel = channel
         self._last_announced = 0  # announced_id of the last announced step
         self._resolved = (0, 0)  # the last sent step, and the announced_id up to which it resolves announced steps
+        self._last_early = 0  # announced_id of the last early drafts
         self._early: tuple[int, Body] | None = None  # announced_id and drafts of the last step that the drafter started
         # Messages read from the channel, with their bytes.
         self._uncounted: list[tuple[draft_pb2.DraftResponse, int]] = []
@@ -225,10 +226,12 @@ class Stream:
 
     def _take_early(self, early: draft_pb2.EarlyDrafts, body: Body | None) -> None:
         """Record that the drafter has started an announced step, and release the early drafts of the previous one."""
-        if body is None or not 1 <= early.announced_id <= self._last_announced:
-            raise InvalidArgumentError("early.announced_id", early.announced_id, "must be announced, and have a body")
+        if body is None or not self._last_early < early.announced_id <= self._last_announced:
+            allowed = f"allowed range [{self._last_early + 1}, {self._last_announced}], announced and not yet begun"
+            raise InvalidArgumentError("early.announced_id", early.announced_id, f"{allowed}; must have a body")
         if self._early is not None:
             self._early[1].release()
+        self._last_early = early.announced_id
         self._early = early.announced_id, body
 
     @property
