@@ -101,7 +101,7 @@ class DraftStream:
         """Serve until the verifier has sent its last step and got the answer.
 
         Raises:
-            InvalidArgumentError: For a malformed message.
+            InvalidArgumentError: For a malformed message, or a second one of an unanswered step.
             QueueFullError: If too many steps or bytes are unanswered.
             EngineFailureError: If the engine ended the session.
             TimeoutError: If no whole message came for SILENCE_S.
@@ -151,6 +151,8 @@ class DraftStream:
             if request.WhichOneof("message") == "keep_alive":
                 continue
             step = request.commit if request.WhichOneof("message") == "commit" else request.step
+            if step.step_id in self._unanswered:  # else the limits would not count the message
+                raise InvalidArgumentError("step_id", step.step_id, "has no answer yet: it rises by 1")
             self._make_room(step.step_id, last_read_bytes.get())
             self._engine.post(partial(self._take, request))
         self._engine.post(self._end_steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -17,6 +18,7 @@ from served import (
     INVALID_ARGUMENT,
     LIMITS,
     RESOURCE_EXHAUSTED,
+    TIMEOUT_S,
     ServedDrafter,
     hello,
     serve_drafter,
@@ -188,6 +190,19 @@ class TestEnds:
             stream.send(step_message(step_id))
         code, text = stream.error()
         assert (code, "64 steps are unanswered" in text) == (RESOURCE_EXHAUSTED, True)
+
+    def test_messages_of_one_step_id_do_not_pile_up(self, drafter: ServedDrafter) -> None:
+        """The engine would find the second one wrong, but computes and does not come to it."""
+        stream = drafter.connect()
+        computed = threading.Event()
+        drafter.engine.post(lambda: computed.wait(TIMEOUT_S))
+        for _ in range(2):
+            stream.send(step_message(1))
+        try:
+            code, text = stream.error()
+        finally:
+            computed.set()
+        assert (code, "step_id = 1: has no answer yet" in text) == (INVALID_ARGUMENT, True)
 
     def test_unanswered_bytes_are_bounded(self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(drafter.engine, "submit", lambda *_: None)
