@@ -92,6 +92,17 @@ async def test_what_the_drafter_itself_refuses_is_noted_in_its_words():
         assert drafter.hellos[0].speculative_config.model == "a"
 
 
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize("changes", [{"method": LONG}, {"head_fingerprint": LONG}], ids=["method", "fingerprint"])
+@on_loop
+async def test_a_long_text_of_a_drafter_is_not_passed_on_to_clients(changes):
+    async with linked(Drafter(make_info(**changes)), {"method": "eagle3"}) as own:
+        assert len(await own.refused()) < 1000
+        assert len(own.link.status.SerializeToString()) < 2000
+
+
 def ids_message(*ids: int) -> pb.Tensor:
     return encode_tensor(torch.tensor(ids, dtype=torch.int32))
 

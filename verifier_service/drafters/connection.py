@@ -60,6 +60,8 @@ CONNECTED_STATES = {
 }
 # Seconds between queries of a drafter's memory, and of its load while no answer reports it.
 INFO_EVERY_S = 1.0
+# Maximum length of a status' detail, characters; parts of the text may be the drafter's.
+MAX_DETAIL = 500
 # Maximum size of a hello with the ids of the draft vocabulary, of a piece of a fusion, and of an answer without logits.
 LEAST_ANSWER_BYTES = 8 << 20
 # By description, which includes the digest of the weights: equal heads share fusion weights.
@@ -160,6 +162,8 @@ class DrafterLink:
         return self.status.state in CONNECTED_STATES or time.monotonic() < self._expelled_at + EXPELLED_RETRY_S[1]
 
     def _note(self, state: generate_pb2.DrafterState, detail: str) -> None:
+        if len(detail) > MAX_DETAIL:
+            detail = detail[: MAX_DETAIL - 3] + "..."
         if detail and detail != self.status.detail:
             logger.warning("drafter %s: %s", self._address, detail)
         self.status.state, self.status.detail = state, detail

@@ -20,6 +20,8 @@ from verifier_service.target.target import Target
 
 # Maximum number of hidden states in a feature row.
 MAX_FEATURE_LAYERS = 16
+# Maximum length of a head's fingerprint, characters; clients see the fingerprint.
+MAX_FINGERPRINT = 64
 FEATURE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,6 +59,11 @@ class Handshake:
         for name, ours, theirs in pairs:
             if ours != theirs:
                 raise MismatchError(f"{name} does not match: verifier {ours}, drafter {theirs}")
+        if len(info.head_fingerprint) > MAX_FINGERPRINT:
+            raise MismatchError(
+                f"head_fingerprint does not fit: verifier at most {MAX_FINGERPRINT} characters, "
+                f"drafter {len(info.head_fingerprint)}"
+            )
         if config.HasField("method") and config.method != info.method:
             raise MismatchError(f"method does not match: verifier {config.method!r}, drafter {info.method!r}")
         self._check_features(info.features)
