@@ -11,6 +11,7 @@ from drafting_scene import K, Scene
 from paced_world import CONFIG, Costs, LaunchingWorld, World, adaptive, num_drafts, pace_of
 
 from draftwire.v1 import generate_pb2
+from verifier_service.drafters.stream import Disconnected
 
 
 def test_sequences_of_a_near_drafter_share_every_step(clock):
@@ -109,6 +110,9 @@ def test_the_status_of_a_drafter_says_what_was_measured(clock):
     assert len(status.plan.tokens_per_s) == 5
     assert status.plan.expected_gain == pytest.approx(world.run(2.0) / world.rate_without(), rel=0.15)
     assert status.plan.answer_s == pytest.approx(4 * world.costs.draft_s + world.costs.trip_s, rel=0.3)
+    world.drafting.handle(Disconnected(world.stream))
+    world.drafting.describe(status)
+    assert not status.HasField("plan")  # nothing is requested from a lost drafter
 
 
 def test_drafts_are_not_waited_for_longer_than_they_gain(clock):

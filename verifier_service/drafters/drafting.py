@@ -112,7 +112,9 @@ class Drafting:
         status.other_sequences = 0 if session is None else session.others
         status.kv_cache_usage = 0.0 if session is None else session.kv_cache_usage
         plan = None if session is None else session.pace.describe(self.wait_policy.step_s)
-        if plan is not None:
+        if plan is None:
+            status.ClearField("plan")
+        else:
             status.plan.CopyFrom(plan)
 
     def handle(self, event: LinkEvent) -> None:
