@@ -197,6 +197,23 @@ def test_an_unknown_sequence_reopens_after_a_delay_that_doubles(status, clock):
     assert not any(step.closed_ids for step in stream.steps)
 
 
+def test_a_rejected_sequence_goes_to_another_drafter_at_once_and_back_after_its_delay(clock):
+    """A drafter that reports no load and rejects all sequences takes no drafts from those of others."""
+    scene, stream, _ = start()
+    other = scene.connect()
+    other.address = "drafter:2"
+    scene.drafting.handle(Loaded(other, loads(50)))
+    scene.answer(stream, refusal_of(stream.last, pb.SEQUENCE_STATUS_NO_CAPACITY))
+    scene.flush()
+    assert (len(stream.steps), rows_of(other.last)) == (1, [(1, 0, 4)])
+    scene.answer(other, refusal_of(other.last, pb.SEQUENCE_STATUS_NO_CAPACITY))
+    scene.flush()
+    assert (len(stream.steps), len(other.steps)) == (1, 1)  # both have rejected the sequence
+    clock.now += 1.01 * placement.REOPEN_DELAY_S[0]
+    scene.flush()
+    assert (len(stream.steps), len(other.steps)) == (2, 1)
+
+
 def test_a_sequence_unknown_to_the_drafter_disturbs_no_other(clock):  # noqa: ARG001
     scene, stream, lost = start()
     kept = scene.decode()

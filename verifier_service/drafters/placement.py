@@ -13,8 +13,8 @@ from verifier_service.drafters.features import FeatureKind, FeatureStore
 from verifier_service.drafters.session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.drafters.stream import Stream
 
-# A sequence that its drafter rejected is offered again after the first delay. Each further delay doubles, up to the
-# second.
+# A sequence that a drafter rejected is offered to this drafter again after the first delay, and to others at once. Each
+# further delay doubles, up to the second.
 REOPEN_DELAY_S = (0.5, 30.0)
 # While no drafts are requested from a drafter, a sequence keeps its place until it lacks more than this many rows.
 MAX_PAUSED_ROWS = 256
@@ -39,7 +39,8 @@ class Placement:
     def __init__(self) -> None:
         self.sessions: dict[Stream, DraftSession] = {}
         self.bindings: dict[Request, Binding] = {}
-        self._reopen: dict[Request, tuple[float, float]] = {}  # (earliest monotonic time, delay before that time) s
+        # By the address of each drafter that rejected the request: earliest monotonic time, and the delay before it.
+        self._reopen: dict[Request, dict[str, tuple[float, float]]] = {}
         self._expelled: set[Request] = set()  # requests of expelled drafters, until another drafter takes them
 
     def sequences_at(self, address: str) -> int:
@@ -84,7 +85,8 @@ class Placement:
             return bound_cause(self.bindings[request])
         if request in self._expelled:
             return generate_pb2.FALLBACK_CAUSE_EXPELLED
-        if self.sessions and time.monotonic() < self._reopen.get(request, (0.0, 0.0))[0]:
+        now = time.monotonic()
+        if any(self._is_rejected(request, session, now) for session in self.sessions.values()):
             return generate_pb2.FALLBACK_CAUSE_NOT_TAKEN
         return unbound_cause(request, self.sessions.values())
 
@@ -104,12 +106,13 @@ class Placement:
             self._close(self.bindings[request])
 
     def unbind(self, binding: Binding) -> None:
-        """Remove a place whose drafter has no state of the sequence; the sequence is opened again after a delay."""
+        """Remove a place whose drafter has no state of the sequence; the sequence is opened there again after a delay."""
         self._unlink(binding)
         if binding.session.is_draining:
             return  # another drafter may take the sequence at once
-        _, delay = self._reopen.get(binding.request, (0.0, REOPEN_DELAY_S[0]))
-        self._reopen[binding.request] = (time.monotonic() + delay, min(2 * delay, REOPEN_DELAY_S[1]))
+        delays, address = self._reopen.setdefault(binding.request, {}), binding.session.stream.address
+        _, delay = delays.get(address, (0.0, REOPEN_DELAY_S[0]))
+        delays[address] = time.monotonic() + delay, min(2 * delay, REOPEN_DELAY_S[1])
 
     def leave_behind(self, session: DraftSession) -> None:
         """Close sequences with a long backlog at a drafter from which no drafts are requested."""
@@ -164,13 +167,18 @@ class Placement:
 
     def _takers(self, request: Request, now: float) -> list[DraftSession]:
         """Return the drafters at which a request may get a place now."""
-        if now < self._reopen.get(request, (0.0, 0.0))[0]:
-            return []
         return [
             session
             for session in self.sessions.values()
-            if session.takes_more and request.num_feature_rows <= session.stream.head.max_model_len
+            if session.takes_more
+            and request.num_feature_rows <= session.stream.head.max_model_len
+            and not self._is_rejected(request, session, now)
         ]
+
+    def _is_rejected(self, request: Request, session: DraftSession, now: float) -> bool:
+        """Return whether a request waits until it is offered to a drafter again."""
+        delays = self._reopen.get(request)
+        return delays is not None and now < delays.get(session.stream.address, (0.0, 0.0))[0]
 
     def _bind(self, request: Request, stores: Mapping[FeatureKind, FeatureStore], now: float) -> None:
         if request.num_feature_rows == 0 or request.is_in_flight:
