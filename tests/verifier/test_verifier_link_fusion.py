@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from typing import Any
 
 import pytest
 import torch
-from link_scene import HIDDEN, Drafter, linked, make_info, on_loop
+from link_scene import HIDDEN, Drafter, Linked, end, linked, make_info, on_loop, serve
 
 from draftwire.model.fusion import FeatureFusion
+from draftwire.v1 import draft_pb2 as pb
 from verifier_service.drafters.features import FeatureKind
+from verifier_service.drafters.stream import Connected
+
+AT_ONCE_S = 15.0  # below a link's wait for a hello
 
 
 def fusing_drafter(seed: int = 0, **changes: Any) -> Drafter:
@@ -66,6 +72,33 @@ async def test_equal_heads_share_weights_and_get_their_own_features():
     assert heads[0].fusion is heads[1].fusion
     assert heads[0].kind != heads[1].kind
     assert len(one.fusion_requests + other.fusion_requests) == 1
+
+
+@on_loop
+async def test_drafters_that_say_no_hello_delay_no_other():
+    """The event loop's executor has few threads; a drafter may take a minute until its hello."""
+
+    class Silent(Drafter):
+        async def Draft(self, request_iterator: Any, context: Any) -> Any:  # noqa: ARG002, N802
+            await anext(request_iterator)
+            self.hellos.append(pb.VerifierHello())
+            await asyncio.Event().wait()
+            yield pb.DraftResponse()
+
+    silent = Silent()
+    server, port = await serve(silent)
+    waiting = [Linked(port, {}) for _ in range(min(32, (os.cpu_count() or 1) + 4))]
+    while len(silent.hellos) < len(waiting):
+        await asyncio.sleep(0.01)
+    try:
+        async with linked(fusing_drafter(9)) as own:
+            event = await own.next(AT_ONCE_S)
+            assert isinstance(event, Connected)
+            assert event.stream.head.fusion is not None
+    finally:
+        for one in waiting:
+            await end(one)
+        await server.stop(None)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -39,6 +40,7 @@ from draftwire.transport.traffic import Direction, Traffic
 from draftwire.v1 import config_pb2, draft_pb2, draft_pb2_grpc, generate_pb2
 from verifier_service.drafters.handshake import Handshake
 from verifier_service.drafters.stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
+from verifier_service.drafters.threads import in_thread
 from verifier_service.target.target import Target
 
 logger = logging.getLogger(__name__)
@@ -256,7 +258,7 @@ class DrafterLink:
     async def _open(self, call: _Call, info: draft_pb2.GetDrafterInfoResponse, fusion: FeatureFusion | None) -> Stream:
         """Exchange the hellos, and return the stream with its shared memory."""
         hello = self._handshake.hello(info, fusion)
-        sharing: asyncio.Future[SharedSegments] | None = None
+        sharing: asyncio.Task[SharedSegments] | None = None
         with contextlib.ExitStack() as stack:
             if self._carriers != [draft_pb2.CARRIER_BYTES]:
                 try:
@@ -266,7 +268,7 @@ class DrafterLink:
                     logger.warning(text, self._address, error)
                 else:
                     hello.rendezvous.CopyFrom(rendezvous.encode())
-                    sharing = asyncio.ensure_future(asyncio.to_thread(self._share, rendezvous, info))
+                    sharing = asyncio.create_task(in_thread("rendezvous", partial(self._share, rendezvous, info)))
             await call.write(draft_pb2.DraftRequest(hello=hello))
             answer = await asyncio.wait_for(_read(call), HELLO_TIMEOUT_S)
         if answer is None:

@@ -106,7 +106,7 @@ class Placement:
             self._close(self.bindings[request])
 
     def unbind(self, binding: Binding) -> None:
-        """Remove a place whose drafter has no state of the sequence; the sequence is opened there again after a delay."""
+        """Remove a place whose drafter has no state of the sequence; the sequence is opened again after a delay."""
         self._unlink(binding)
         if binding.session.is_draining:
             return  # another drafter may take the sequence at once

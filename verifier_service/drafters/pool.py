@@ -7,12 +7,12 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from functools import partial
 
 from draftwire.contract.addresses import parse_address
 from draftwire.v1 import generate_pb2
 from verifier_service.drafters.connection import DrafterLink
+from verifier_service.drafters.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -103,19 +103,9 @@ class DrafterPool:
 async def _resolve(name: str) -> dict[str, str]:
     """Return the host of each HOST:PORT address of a name; empty if the name cannot be resolved."""
     host, port = parse_address(name, "drafters")
-    answer: Future[list[Any]] = Future()
-    answer.set_running_or_notify_cancel()
-
-    def look_up() -> None:
-        try:
-            answer.set_result(socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM))
-        except Exception as error:
-            answer.set_exception(error)
-
-    # Not in the event loop's executor, which joins its threads at the end: a name server may be slow.
-    threading.Thread(target=look_up, name="look-up", daemon=True).start()
+    look_up = partial(socket.getaddrinfo, host.strip("[]"), port, type=socket.SOCK_STREAM)
     try:
-        entries = await asyncio.wrap_future(answer)
+        entries = await in_thread("look-up", look_up)  # a name server may be slow
     except OSError:
         return {}
     # A drafter that listens on IPv4 and IPv6 is one drafter.
