@@ -7,12 +7,17 @@ import queue
 import time
 
 import pytest
-from grammar_scene import matcher_of, source_of, vocabulary
+from drafting_scene import make_request
+from grammar_scene import END, matcher_of, source_of, vocabulary
 
 from draftwire.contract.errors import InvalidArgumentError, UnavailableError
+from draftwire.contract.validation import speculative_config_from_mapping
+from verifier_service.core.request import Request
 from verifier_service.grammar import compiler
 from verifier_service.grammar.compiler import CompiledGrammar, GrammarCompiler, Result
+from verifier_service.grammar.matcher import Matcher
 from verifier_service.grammar.trial import Trial
+from verifier_service.host.request_grammars import RequestGrammars
 
 WAIT_S = 120.0
 SLOW = {"json_schema": {"type": "integer", "multipleOf": 9999991}}  # takes more than a minute
@@ -108,3 +113,25 @@ def test_a_trial_that_was_killed_leaves_no_process() -> None:
     trial.kill()
     assert "to compile" in trial.error_of(source_of({"regex": "a"}).text, 30.0)
     assert set(multiprocessing.active_children()) <= set(others)
+
+
+def test_a_request_cancelled_while_its_matcher_is_made_is_not_submitted(monkeypatch):
+    """The engine would get the cancellation first, know nothing of the request, and compute it for nobody."""
+    config = speculative_config_from_mapping({"num_speculative_tokens": 4})
+    grammars = RequestGrammars(vocabulary(), frozenset([END]), config)
+    make = RequestGrammars._matcher
+    gone, kept = make_request([1]), make_request([1])
+    was_waiting = []
+
+    def cancelled(self: RequestGrammars, request: Request, compiled: CompiledGrammar) -> Matcher:
+        if request is gone:
+            was_waiting.append(self.drop(request))
+        return make(self, request, compiled)
+
+    monkeypatch.setattr(RequestGrammars, "_matcher", cancelled)
+    prepared: queue.SimpleQueue[list[Request]] = queue.SimpleQueue()
+    try:
+        grammars.prepare([gone, kept], source_of({"choice": ["a"]}), lambda requests, _: prepared.put(list(requests)))
+        assert (prepared.get(timeout=WAIT_S), was_waiting) == ([kept], [True])
+    finally:
+        grammars.stop(UnavailableError("the test is over"))

@@ -46,7 +46,7 @@ class RequestGrammars:
     def prepare(self, requests: Sequence[Request], source: GrammarSource, on_prepared: OnPrepared) -> None:
         """Call `on_prepared`, in any thread, when the outputs of one request have their grammar, or with an error.
 
-        Outputs that were dropped meanwhile are left out.
+        Outputs that were dropped meanwhile are left out. `on_prepared` must not call this object.
         """
         params = requests[0].params
         error: DraftwireError | None = None
@@ -63,18 +63,14 @@ class RequestGrammars:
             on_prepared(requests, error)
 
     def _finish(self, requests: Sequence[Request], result: Result) -> None:
-        with self._lock:
-            found = [(request, self._waiting.pop(request)) for request in requests if request in self._waiting]
-        if not found:  # dropped, or ended with the engine
-            return
-        left = [request for request, _ in found]
-        on_prepared = found[0][1]
-        if not isinstance(result, CompiledGrammar):
-            on_prepared(left, result)
-            return
-        for request in left:
-            request.grammar = self._matcher(request, result)
-        on_prepared(left, None)
+        error = None if isinstance(result, CompiledGrammar) else result
+        if isinstance(result, CompiledGrammar):
+            for request in requests:
+                request.grammar = self._matcher(request, result)
+        with self._lock:  # so that the engine gets a request before its cancellation
+            left = {request: self._waiting.pop(request) for request in requests if request in self._waiting}
+            if left:  # else dropped, or ended with the engine
+                next(iter(left.values()))(list(left), error)
 
     def _matcher(self, request: Request, compiled: CompiledGrammar) -> Matcher:
         assert isinstance(self._vocabulary, Vocabulary)
