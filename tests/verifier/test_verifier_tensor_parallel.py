@@ -40,6 +40,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service import main, settings
 from verifier_service.core.batch import ForwardInput, ForwardOutput
 from verifier_service.host.ranks import Workers, rank_device
+from verifier_service.host.ranks import _last_words as last_words
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
 from verifier_service.target import tensor_parallel
@@ -358,6 +359,14 @@ def test_a_model_that_cannot_be_split_is_refused(config, message):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(CheckpointError, match=message):
         split_target(model, "target", Rank(0, SIZE), torch.device("meta"))
+
+
+@pytest.mark.parametrize("sent", [b"", (1000).to_bytes(4, "big") + b"half of an error"])
+def test_a_worker_killed_before_or_while_it_says_why_ends_the_verifier_at_once(sent):
+    failures, own_end = multiprocessing.Pipe(duplex=False)
+    os.write(own_end.fileno(), sent)
+    own_end.close()
+    assert last_words(failures) == ""
 
 
 @pytest.mark.parametrize("option", ["async_scheduling", "engine_process"])

@@ -201,10 +201,10 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
 
 
 def _last_words(failures: Connection) -> str:
-    """Return the error that ended a worker; empty if the worker was killed."""
+    """Return the error that ended a worker; empty if the worker was killed, also while it sent the error."""
     try:
         return str(failures.recv())
-    except EOFError:
+    except (EOFError, OSError):
         return ""
 
 
