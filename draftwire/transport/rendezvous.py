@@ -24,10 +24,12 @@ from google.protobuf.message import DecodeError, Message
 
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.model.devices import make_current
+from draftwire.transport.carriers import carrier_name
 from draftwire.transport.channel import Channel, drafter_channel, verifier_channel
+from draftwire.transport.cuda_segment import CudaSegment
+from draftwire.transport.host_segment import HostSegment
 from draftwire.transport.ring import ring_bytes
-from draftwire.transport.segment import NONCE_BYTES, Segment, SegmentError
-from draftwire.transport.segment_kinds import attach_segment, create_segment
+from draftwire.transport.segment import ALIGNMENT, MAX_SEGMENT_BYTES, NONCE_BYTES, Segment, SegmentError
 from draftwire.v1 import draft_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ _TOKEN_BYTES = 32
 _MAX_MESSAGE_BYTES = 1024
 _MAX_FILES = 2  # of a segment
 _RING_CARRIERS = (pb.CARRIER_SHM,)
+_KINDS: dict[int, type[Segment]] = {kind.carrier: kind for kind in (HostSegment, CudaSegment)}
 _CPU = torch.device("cpu")
 # A socket's path has at most 107 bytes, of which its name takes 43.
 _MAX_DIRECTORY_BYTES = 64
@@ -181,6 +184,24 @@ def meet(
         except (OSError, DecodeError, SegmentError) as error:
             logger.warning("nothing is shared with the verifier: %s", str(error) or type(error).__name__)
             return SharedSegments()
+
+
+def create_segment(carrier: pb.Carrier, size: int, device: torch.device) -> tuple[Segment, list[int]]:
+    """Return a new segment of a carrier; see `Segment.create`."""
+    return _kind(carrier).create(size, device)
+
+
+def attach_segment(carrier: pb.Carrier, fds: Sequence[int], size: int, device: torch.device) -> Segment:
+    """Map the segment of a carrier; see `Segment.attach`. The `size` is untrusted."""
+    if not 2 * ALIGNMENT <= size <= MAX_SEGMENT_BYTES:
+        raise SegmentError(f"size = {size}: allowed range [{2 * ALIGNMENT}, {MAX_SEGMENT_BYTES}]")
+    return _kind(carrier).attach(fds, size, device)
+
+
+def _kind(carrier: pb.Carrier) -> type[Segment]:
+    if carrier not in _KINDS:
+        raise SegmentError(f"there are no segments of {carrier_name(carrier)}")
+    return _KINDS[carrier]
 
 
 def _offer(

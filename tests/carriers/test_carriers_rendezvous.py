@@ -26,8 +26,8 @@ from draftwire.transport import (
     segment_bytes,
 )
 from draftwire.transport import rendezvous as module
+from draftwire.transport.rendezvous import attach_segment, create_segment
 from draftwire.transport.segment import Segment, SegmentError
-from draftwire.transport.segment_kinds import attach_segment, create_segment
 from draftwire.v1 import draft_pb2 as pb
 
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
+from typing import Any
 
 import pytest
 from drafting_scene import make_request
@@ -17,6 +18,7 @@ from verifier_service.grammar import compiler
 from verifier_service.grammar.compiler import CompiledGrammar, GrammarCompiler, Result
 from verifier_service.grammar.matcher import Matcher
 from verifier_service.grammar.trial import Trial
+from verifier_service.host import request_grammars
 from verifier_service.host.request_grammars import RequestGrammars
 
 WAIT_S = 120.0
@@ -115,20 +117,19 @@ def test_a_trial_that_was_killed_leaves_no_process() -> None:
     assert set(multiprocessing.active_children()) <= set(others)
 
 
-def test_a_request_cancelled_while_its_matcher_is_made_is_not_submitted(monkeypatch):
+def test_a_request_cancelled_as_it_gets_its_matcher_is_dropped(monkeypatch):
     """The engine would get the cancellation first, know nothing of the request, and compute it for nobody."""
     config = speculative_config_from_mapping({"num_speculative_tokens": 4})
     grammars = RequestGrammars(vocabulary(), frozenset([END]), config)
-    make = RequestGrammars._matcher
     gone, kept = make_request([1]), make_request([1])
     was_waiting = []
 
-    def cancelled(self: RequestGrammars, request: Request, compiled: CompiledGrammar) -> Matcher:
-        if request is gone:
-            was_waiting.append(self.drop(request))
-        return make(self, request, compiled)
+    def cancelling(*arguments: Any, **options: Any) -> Matcher:
+        if not was_waiting:
+            was_waiting.append(grammars.drop(gone))
+        return Matcher(*arguments, **options)
 
-    monkeypatch.setattr(RequestGrammars, "_matcher", cancelled)
+    monkeypatch.setattr(request_grammars, "Matcher", cancelling)
     prepared: queue.SimpleQueue[list[Request]] = queue.SimpleQueue()
     try:
         grammars.prepare([gone, kept], source_of({"choice": ["a"]}), lambda requests, _: prepared.put(list(requests)))

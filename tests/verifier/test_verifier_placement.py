@@ -197,7 +197,7 @@ def test_an_unknown_sequence_reopens_after_a_delay_that_doubles(status, clock):
     assert not any(step.closed_ids for step in stream.steps)
 
 
-def test_a_rejected_sequence_goes_to_another_drafter_at_once_and_back_after_its_delay(clock):
+def test_a_rejected_sequence_goes_to_another_drafter_at_once(clock):
     """A drafter that reports no load and rejects all sequences takes no drafts from those of others."""
     scene, stream, _ = start()
     other = scene.connect()

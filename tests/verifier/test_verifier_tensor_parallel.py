@@ -39,8 +39,7 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import main, settings
 from verifier_service.core.batch import ForwardInput, ForwardOutput
-from verifier_service.host.ranks import Workers, rank_device
-from verifier_service.host.ranks import _last_words as last_words
+from verifier_service.host.ranks import Workers, last_words, rank_device
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
 from verifier_service.target import tensor_parallel
@@ -362,7 +361,7 @@ def test_a_model_that_cannot_be_split_is_refused(config, message):
 
 
 @pytest.mark.parametrize("sent", [b"", (1000).to_bytes(4, "big") + b"half of an error"])
-def test_a_worker_killed_before_or_while_it_says_why_ends_the_verifier_at_once(sent):
+def test_a_worker_killed_while_it_says_why_has_no_last_words(sent):
     failures, own_end = multiprocessing.Pipe(duplex=False)
     os.write(own_end.fileno(), sent)
     own_end.close()

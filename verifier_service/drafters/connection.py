@@ -308,21 +308,23 @@ class DrafterLink:
     @property
     def _largest_answer(self) -> int:
         """Return the maximum size of a drafter's message, a step's drafts with their logits."""
-        config, logits = self._config, self._config.draft_logits
-        row_bytes = {cfg.DENSE: 4 * self._target.vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
-        largest = LEAST_ANSWER_BYTES + self._max_sequences * config.num_speculative_tokens * row_bytes
+        largest = LEAST_ANSWER_BYTES + self._logits_bytes(self._max_sequences, self._target.vocab_size)
         return min(largest, MAX_MESSAGE_BYTES)
+
+    def _logits_bytes(self, num_sequences: int, draft_vocab_size: int) -> int:
+        """Return the bytes of the largest step's draft logits; 0 without draft logits."""
+        config, logits = self._config, self._config.draft_logits
+        row_bytes = {cfg.DENSE: 4 * draft_vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
+        return num_sequences * config.num_speculative_tokens * row_bytes
 
     def _share(self, rendezvous: Rendezvous, info: draft_pb2.GetDrafterInfoResponse) -> SharedSegments:
         """Wait for the drafter at the rendezvous; runs in a separate thread."""
-        config, logits = self._config, self._config.draft_logits
-        row_bytes = {cfg.DENSE: 4 * info.draft_vocab_size, cfg.TOP_N: 8 * logits.n}.get(logits.form, 0)
-        step_bytes = min(self._max_sequences, info.max_sequences) * config.num_speculative_tokens * row_bytes
+        step_bytes = self._logits_bytes(min(self._max_sequences, info.max_sequences), info.draft_vocab_size)
         # The ids of top_n are checked on the host.
         hosts = [carrier for carrier in self._carriers if carrier != draft_pb2.CARRIER_CUDA_IPC]
         return rendezvous.serve(
             self._carriers,
-            self._carriers if logits.form == cfg.DENSE else hosts,
+            self._carriers if self._config.draft_logits.form == cfg.DENSE else hosts,
             segment_bytes(step_bytes) if step_bytes else 0,
             self._target.device,
         )

@@ -161,7 +161,7 @@ class Workers:
             if process.sentinel in ended:
                 process.join()
                 message = "rank %d of %d (process %s) ended with status %s, and the verifier with it. %s"
-                logger.critical(message, index, self.rank.size, process.pid, process.exitcode, _last_words(failures))
+                logger.critical(message, index, self.rank.size, process.pid, process.exitcode, last_words(failures))
         self.on_loss()
 
 
@@ -200,7 +200,7 @@ def _follow(options: VerifierOptions, first: torch.device, rank: Rank, port: int
     os._exit(1)
 
 
-def _last_words(failures: Connection) -> str:
+def last_words(failures: Connection) -> str:
     """Return the error that ended a worker; empty if the worker was killed, also while it sent the error."""
     try:
         return str(failures.recv())

@@ -41,9 +41,9 @@ from draftwire.transport import (
 )
 from draftwire.transport.encoding import Encoded, encode_step
 from draftwire.transport.mailbox import Mailbox
+from draftwire.transport.rendezvous import create_segment
 from draftwire.transport.ring import MAX_MESSAGE_BYTES
 from draftwire.transport.segment import SegmentError
-from draftwire.transport.segment_kinds import create_segment
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1.draft_pb2_grpc import DraftingStub
 from draftwire_bench.transport.receiver import DTYPE, pattern, serve
