@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from draftwire.transport import Outgoing
+import torch
+
+from draftwire.transport import Outgoing, TensorSender
 from draftwire.v1 import draft_pb2 as pb
 
 
@@ -11,3 +13,13 @@ def finish(outgoing: Outgoing, message: pb.Tensor) -> None:
     elements = outgoing.finish(message)
     if elements is not None:
         message.data = elements.tobytes()
+
+
+def send(sender: TensorSender, tensor: torch.Tensor, message: pb.Tensor | None = None) -> pb.Tensor:
+    """Copies a tensor to where it is sent from; the message, which is filled in."""
+    message = pb.Tensor() if message is None else message
+    outgoing = sender.begin(tensor.dtype, tensor.shape)
+    outgoing.tensor.copy_(tensor, non_blocking=True)
+    outgoing.seal()
+    finish(outgoing, message)
+    return message

@@ -9,20 +9,12 @@ import select
 import sys
 
 import torch
-from outgoing import finish
+from outgoing import send
 
 from draftwire.transport import ALL_CARRIERS, TensorReceiver, TensorSender, meet
 from draftwire.v1 import draft_pb2 as pb
 
 DTYPE = torch.int32
-
-
-def send(sender: TensorSender, tensor: torch.Tensor, message: pb.Tensor) -> None:
-    """Copies a tensor to where it is sent from, and fills in the message."""
-    outgoing = sender.begin(tensor.dtype, tensor.shape)
-    outgoing.tensor.copy_(tensor, non_blocking=True)
-    outgoing.seal()
-    finish(outgoing, message)
 
 
 def take(receiver: TensorReceiver, message: pb.Tensor, device: torch.device) -> torch.Tensor:

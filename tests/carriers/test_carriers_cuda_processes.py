@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from echo_peer import DTYPE, send, take
+from echo_peer import DTYPE, take
+from outgoing import send
 from waiting import wait_for
 
 from draftwire.model.devices import make_current

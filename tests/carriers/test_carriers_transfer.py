@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fake_driver import FakeDriver
-from outgoing import finish
+from outgoing import finish, send
 
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.transport import TensorReceiver, TensorSender
@@ -43,15 +43,6 @@ def ends(request: pytest.FixtureRequest) -> tuple[TensorSender, TensorReceiver]:
     """Of two mappings of the same memory."""
     attached, made = request.param()
     return TensorSender(CPU, attached), TensorReceiver(CPU, made)
-
-
-def send(sender: TensorSender, tensor: torch.Tensor) -> pb.Tensor:
-    outgoing = sender.begin(tensor.dtype, tensor.shape)
-    outgoing.tensor.copy_(tensor)
-    outgoing.seal()
-    message = pb.Tensor()
-    finish(outgoing, message)
-    return message
 
 
 def take(receiver: TensorReceiver, message: pb.Tensor, like: torch.Tensor) -> torch.Tensor:

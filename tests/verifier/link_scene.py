@@ -9,7 +9,7 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,6 +18,7 @@ import torch
 from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.contract.validation import speculative_config_from_mapping
 from draftwire.contract.version import PROTOCOL_VERSION
+from draftwire.transport import Channel, TensorReceiver, TensorSender
 from draftwire.transport.traffic import Traffic
 from draftwire.v1 import config_pb2, draft_pb2_grpc, generate_pb2
 from draftwire.v1 import draft_pb2 as pb
@@ -29,6 +30,7 @@ READY = generate_pb2.DRAFTER_STATE_READY
 REFUSED = generate_pb2.DRAFTER_STATE_REFUSED
 CONNECTING = generate_pb2.DRAFTER_STATE_CONNECTING
 WAIT_S = 60.0
+CPU = torch.device("cpu")
 VOCAB, HIDDEN, NUM_LAYERS = 20, 2, 4
 TARGET: Any = SimpleNamespace(
     name="org/target",
@@ -37,7 +39,7 @@ TARGET: Any = SimpleNamespace(
     hidden_size=HIDDEN,
     num_layers=NUM_LAYERS,
     max_model_len=64,
-    device=torch.device("cpu"),
+    device=CPU,
 )
 RUNNER = asyncio.Runner()  # one loop for all tests: gRPC's threads outlive a test
 atexit.register(RUNNER.close)
@@ -191,6 +193,12 @@ async def linked(
         own.task.cancel()
         await asyncio.gather(own.task, return_exceptions=True)
         await server.stop(None)
+
+
+def direct_stream(channel: Channel, cancel: Callable[[], object] = lambda: None) -> Stream:
+    """A stream whose messages go through a channel of the caller's, on the running loop."""
+    sender, receiver, head = TensorSender(CPU), TensorReceiver(CPU), cast("Any", SimpleNamespace())
+    return Stream(generate_pb2.DrafterStatus(), head, cancel, sender, receiver, lambda *_: None, Traffic(), channel)
 
 
 def response(**parts: Any) -> bytes:

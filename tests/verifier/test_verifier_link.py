@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,6 +17,7 @@ from link_scene import (
     VOCAB,
     WAIT_S,
     Drafter,
+    direct_stream,
     linked,
     make_info,
     on_loop,
@@ -26,14 +26,12 @@ from rings import channel_ends
 
 from draftwire.contract.version import PROTOCOL_VERSION
 from draftwire.model.tensors import encode_tensor
-from draftwire.transport import TensorReceiver, TensorSender
 from draftwire.transport.ring import MAX_MESSAGE_BYTES
-from draftwire.transport.traffic import Traffic
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from draftwire_kernels import NOISE_VERSION
 from verifier_service.drafters import connection as drafter_link
-from verifier_service.drafters.stream import Answered, Disconnected, Draining, Stream
+from verifier_service.drafters.stream import Answered, Disconnected, Draining
 
 
 @on_loop
@@ -259,16 +257,13 @@ async def test_a_drafter_may_capture_its_graphs_before_its_hello(monkeypatch):
 @on_loop
 async def test_steps_go_directly_unless_too_long_or_overtaking():
     ours, theirs = channel_ends()
-    sender, receiver = TensorSender(torch.device("cpu")), TensorReceiver(torch.device("cpu"))
-    status = generate_pb2.DrafterStatus(address="drafter:1")
-    head: Any = SimpleNamespace()
-    stream = Stream(status, head, lambda: None, sender, receiver, lambda *_: None, Traffic(), ours)
+    stream = direct_stream(ours)
 
     def sent(step_id: int, num_bytes: int = 0) -> str:
         """Which way a step goes."""
         features = None
         if num_bytes:
-            features = sender.begin(torch.float32, (num_bytes // 4,))
+            features = stream.sender.begin(torch.float32, (num_bytes // 4,))
             features.seal()
         stream.send(pb.DraftStep(step_id=step_id), features)
         return "ring" if theirs.receive() else "stream"
@@ -296,12 +291,8 @@ async def test_steps_go_directly_unless_too_long_or_overtaking():
 @on_loop
 async def test_answers_are_read_directly_until_nonsense_comes():
     ours, theirs = channel_ends()
-    head: Any = SimpleNamespace()
     cancelled = asyncio.Event()
-    cpu = torch.device("cpu")
-    status = generate_pb2.DrafterStatus()
-    sender, receiver = TensorSender(cpu), TensorReceiver(cpu)
-    stream = Stream(status, head, cancelled.set, sender, receiver, lambda *_: None, Traffic(), ours)
+    stream = direct_stream(ours, cancelled.set)
     for step_id in (1, 2):
         stream.send(pb.DraftStep(step_id=step_id))
         theirs.send(pb.DraftResponse(drafts=pb.Drafts(step_id=step_id)).SerializeToString())
