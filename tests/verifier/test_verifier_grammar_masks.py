@@ -104,6 +104,23 @@ def test_several_end_ids_may_end_a_text():
     assert allowed(matcher, [0]) == [{0}, {18, END}]
 
 
+def test_an_end_id_of_the_text_is_drawn_where_the_text_may_end_or_nothing_else_follows():
+    matcher = matcher_of({"regex": "(a|b)*c"}, end_ids=(END, 1))
+    assert allowed(matcher, [0]) == [{0, 2, 3, 4, 5}] * 2
+    matcher = matcher_of({"regex": "a(b|c)*"}, end_ids=(END, 1))
+    assert allowed(matcher, [0]) == [{0, 3, 5}, {1, 2, 16, END}]
+    matcher = matcher_of({"choice": ["{b}"]}, end_ids=(END, 1), min_tokens=9)
+    assert allowed(matcher, [6, 1, 7]) == [{6}, {1}, {7}, {1, END}]
+
+
+def test_an_end_id_ends_the_text_in_drafts_as_in_the_output():
+    output, ends = {"regex": "a(bc)?"}, (END, 1)
+    drafted, followed = (matcher_of(output, end_ids=ends, min_tokens=9) for _ in range(2))
+    assert drafted.num_verified([0, 1, 2], has_logits=False) == 2
+    followed.follow([0, 1])
+    assert allowed(drafted, [0, 1])[-1] == allowed(followed)[0] == set(ends)
+
+
 def test_a_token_outside_of_the_grammar_is_an_error():
     matcher = matcher_of({"choice": ["abc"]})
     matcher.follow([1])

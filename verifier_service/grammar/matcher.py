@@ -23,6 +23,9 @@ MASK_THREADS = 4
 class Matcher:
     """The grammar of one request, at the end of its output. Used only by the engine's thread.
 
+    An end id is drawn where the text may end. It ends the text there, even if the grammar also has it as text. Where
+    the text may not end, it is drawn only if nothing else can follow.
+
     Row j of a verify step is masked by the grammar after d_1 .. d_j. A draft x outside of the grammar has p(x) = 0.
     These drafts are verified:
 
@@ -107,8 +110,9 @@ class Matcher:
             count = next((i for i, draft in enumerate(drafts) if draft not in self._end_ids), len(drafts))
         else:
             count = self._matcher.validate_tokens(list(drafts))
-            if count < len(drafts) and drafts[count] in self._end_ids and self._is_complete_after(drafts[:count]):
-                return count + 1
+            for place, draft in enumerate(drafts[: count + 1]):
+                if draft in self._end_ids and self._is_complete_after(drafts[:place]):
+                    return place + 1
         keeps = has_logits and self._keeps_rejected and count < len(drafts)
         return count + keeps
 
@@ -136,14 +140,18 @@ class Matcher:
         if self._num_ends > 0 or self.error is not None:
             rows[:] = self._ends
             return
+        words, ends = self._end_words, self._ends[self._end_words]
         for place in np.flatnonzero(is_complete):
-            rows[place, self._end_words] |= self._ends[self._end_words]
-        if drafts and drafts[-1] in self._end_ids:
+            rows[place, words] |= ends
+        if drafts and drafts[-1] in self._end_ids and is_complete[len(drafts) - 1]:
             rows[-1] = self._ends
-        for row in range(min(len(rows), self._min_tokens - self.num_tokens)):
-            rows[row, self._end_words] &= ~self._ends[self._end_words]
-            if not rows[row].any():
-                rows[row] = self._ends
+        is_held = ~is_complete
+        is_held[: max(0, self._min_tokens - self.num_tokens)] = True
+        for place in np.flatnonzero(is_held & (rows[:, words] & ends).any(1)):
+            kept = rows[place].copy()
+            kept[words] &= ~ends
+            if kept.any():
+                rows[place] = kept
 
 
 class RowMasks(NamedTuple):
