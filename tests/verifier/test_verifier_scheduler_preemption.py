@@ -135,3 +135,14 @@ def test_a_request_of_full_length_alone_always_goes_on():
         if one.is_decoding:
             give_drafts(one, [1] * one.num_drafts_wanted)
         assert one in batch.step()
+
+
+@pytest.mark.parametrize("chosen", [0, 4])
+def test_the_room_of_drafts_does_not_depend_on_the_choice_for_other_requests(chosen):
+    """Requests of one seed have equal drafts: the choice for one may depend on the value of the other's first draft."""
+    batch = Batch(blocks=3)
+    first, second = batch.start(BLOCK_SIZE - 2, BLOCK_SIZE - 2)
+    for one in (first, second):
+        give_drafts(one, [1, 2, 3, 4])
+    works = batch.scheduler.schedule(lambda _: True, choose=lambda _: {first: chosen, second: 4})
+    assert [work.num_drafts for work in works] == [chosen, 1]

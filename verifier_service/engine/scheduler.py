@@ -284,7 +284,7 @@ class Scheduler:
         if drafts is not None and (drafts.committed_length, drafts.last_token) == (last + 1, request.tokens[last]):
             offered = drafts
             wanted = len(drafts.tokens) if most is None else min(most, len(drafts.tokens))
-            count = self.place_drafts(request, wanted)
+            count = min(wanted, self.place_drafts(request, len(drafts.tokens)))
             if count < len(drafts.tokens):
                 drafts = drafts.first(count) if count > 0 else None
             if drafts is None:
@@ -302,7 +302,8 @@ class Scheduler:
     def place_drafts(self, request: Request, count: int) -> int:
         """Return how many of `count` draft rows have room; negative if the last token has no room.
 
-        Dropping drafts is unbiased, because room is independent of the drafts' values.
+        Dropping drafts for lack of room is unbiased, because `count` is independent of the drafts' values. So it is not
+        the number of chosen drafts, which depends on values.
         """
         room = len(request.blocks) * BLOCK_SIZE - len(request.tokens)
         if room >= count:
