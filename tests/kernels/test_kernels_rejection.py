@@ -265,15 +265,22 @@ class TestCorners:
 
     @pytest.mark.parametrize("method", ["standard", "block"])
     def test_equal_distributions_accept_every_draft(self, method: str) -> None:
-        """Rounding leaves residuals without mass there, which counts as acceptance."""
         for scale in (0.1, 1.0, 30.0):
             target = self.BASE * scale
             assert all(row[:2] == [1, 3] for row in self.run(target, [1, 3], target[:2], method=method))
 
+    @pytest.mark.parametrize("ids", [None, torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])])
     @pytest.mark.parametrize("method", ["standard", "block"])
-    def test_a_residual_without_mass_accepts_and_continues(
-        self, method: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_masked_draft_with_less_mass_than_rounding_is_not_emitted(self, method: str, ids: Tensor | None) -> None:
+        """max(p - q, 0) has no mass there, because 1 - q(draft) rounds to 1."""
+        target, q = self.BASE.clone(), self.BASE[:2].clone()
+        target[1] = torch.tensor([0.0, -INF, -INF, -INF])
+        q[1] = torch.tensor([0.0, -20.0, -INF, -INF])
+        given = q if ids is None else q.gather(1, ids)
+        assert all(row == [1, 0] for row in self.run(target, [1, 1], given, ids, method=method))
+
+    @pytest.mark.parametrize("method", ["standard", "block"])
+    def test_p_replaces_a_residual_without_mass(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
         from draftwire_kernels.reference import rejection
 
         def refuse(*args: object) -> Tensor:
@@ -281,9 +288,7 @@ class TestCorners:
 
         uniform = rejection.accept_uniform
         monkeypatch.setattr(rejection, "accept_uniform", refuse)
-        q = torch.stack([self.BASE[0], torch.tensor([0.0, 0.0, 0.0, 9.0])])
-        emitted = self.run(self.BASE, [1, 3], q, method=method)
-        assert all(row[0] == 1 and len(row) == 2 and row[1] != 3 for row in emitted)
+        assert self.run(self.BASE, [1, 3], self.BASE[:2], method=method) == self.run(self.BASE[:1], [])
 
     def test_certain_drafts_are_accepted_impossible_ones_never(self) -> None:
         target = self.BASE.clone()

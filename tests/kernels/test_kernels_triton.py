@@ -36,8 +36,10 @@ def _moved(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.to(DEVICE)
 
 
-def _both(batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool, tuning: Tuning | None = None) -> None:
-    """Every request gets the reference's tokens."""
+def _both(
+    batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool, tuning: Tuning | None = None
+) -> RejectionResult:
+    """Return the result, in which every request gets the reference's tokens."""
     target, drafts, cu_rows, temperature, keys, position = batch.args()
     arguments = (
         target.to(DEVICE),
@@ -63,6 +65,7 @@ def _both(batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool,
     assert result.num_emitted.tolist() == expected.num_emitted.tolist()
     assert result.tokens.dtype == torch.int64
     assert result.num_emitted.dtype == torch.int32
+    return result
 
 
 SIZES = [(37, 5), *([(5003, 64), (40_000, 24)] if CUDA else [])]
@@ -351,6 +354,25 @@ def test_equal_distributions_accept_every_draft() -> None:
     batch.temperature[:] = 1.0
     result = _public(batch, DraftLogits(batch.draft), "standard")
     assert result.num_emitted.tolist() == (batch.k + 1).tolist()
+
+
+@pytest.mark.parametrize("wave", [1, 3])
+@pytest.mark.parametrize("form", ["dense", "top-n"])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_p_replaces_a_residual_without_mass(method: str, form: str, wave: int) -> None:
+    """The target masks the second draft, whose share of q is lost in rounding."""
+    batch = Batch(7, requests=4, vocab=4, spread=0.0, max_k=2)
+    batch.temperature[:] = 1.0
+    masked = batch.offset == 1
+    batch.target[batch.row[~masked], 2] += 2.0  # the first draft is certainly accepted
+    batch.drafts[~masked] = 2
+    batch.target[batch.row[masked]] = torch.tensor([0.0, -INF, -INF, -INF])
+    batch.draft[masked] = torch.tensor([0.0, -20.0, -INF, -INF])
+    ids = None if form == "dense" else torch.tensor([3, 2, 1, 0]).expand(len(batch.draft), -1)
+    logits = DraftLogits(batch.draft if ids is None else batch.draft.gather(1, ids), ids)
+    batch.drafts[masked] = 1
+    result = _both(batch, logits, method, False, Tuning(programs=24, tile=1, wave=wave))
+    assert result.tokens[batch.request[masked], 1].tolist() == [0] * int(masked.sum())
 
 
 def _public(batch: Batch, logits: DraftLogits, method: str) -> RejectionResult:

@@ -199,32 +199,33 @@ def block_kernel(
     first_row, first_draft, _ = request_rows(batch, request)
     temperature = tl.load(batch.temperature + request)
 
-    # Usually one iteration. If no mass is left after the accepted drafts, which counts as acceptance of one more draft,
-    # the closing program reads the next row.
+    row = first_row + prefix
+    top = tl.load(block.statistics + row * 4).to(tl.float32)
+    mass = tl.load(block.statistics + row * 4 + 1)
+    draft_top = tl.load(block.statistics + row * 4 + 2).to(tl.float32)
+    draft_mass = tl.load(block.statistics + row * 4 + 3)
+    weight = tl.load(block.weight + row)
+    # Usually one iteration. If the residual has no mass, the closing program reads the row again and samples from p.
     step = split * 0 + num_splits
-    accepted = prefix
     token = tl.full([], -1, tl.int32)
     is_closing = prefix < 0
     passes = prefix < 0
+    is_plain = prefix < 0
     is_open = prefix >= 0
     while is_open:
-        row = first_row + accepted
-        top = tl.load(block.statistics + row * 4).to(tl.float32)
-        mass = tl.load(block.statistics + row * 4 + 1)
-        draft_top = tl.load(block.statistics + row * 4 + 2).to(tl.float32)
-        draft_mass = tl.load(block.statistics + row * 4 + 3)
+        draft_top = tl.where(is_plain, 0.0, draft_top)
+        draft_mass = tl.where(is_plain, INFINITY, draft_mass)
         has_residual = draft_mass < INFINITY
-        weight = tl.load(block.weight + row)
         if has_residual == 0:
             weight = weight * 0 + 1.0
         if (top > -INFINITY) & (is_decided_before(scratch.waves, request, wave) == 0):
-            draft_logits = None if LISTS > 0 else draft.logits + (first_draft + accepted) * draft.logits_stride
+            draft_logits = None if LISTS > 0 else draft.logits + (first_draft + prefix) * draft.logits_stride
             part = scan_residual(
                 batch.logits + row * batch.logits_stride, draft_logits, draft.column_of, batch.vocab, temperature, top,
                 (weight / mass).to(tl.float32), draft_top, (1.0 / draft_mass).to(tl.float32), split, step,
                 block.group_mass + row * num_groups, USE_FP64, TILE, GROUP, LINE,
             )  # fmt: skip
-            count = tl.where(accepted == prefix, TILE, 0)
+            count = tl.where(is_plain, 0, TILE)
             store_groups(block.part_mass + (row * num_splits + split) * TILE, tl.arange(0, TILE), count, part)
         is_open = prefix < 0
         if is_closing:
@@ -237,14 +238,14 @@ def block_kernel(
             passes = is_needless == 0
             if is_valid:
                 passes, token = test_prefix(
-                    batch, draft, scratch, request, wave, accepted, is_sure | (accepted > prefix), temperature, top,
-                    mass, draft_top, draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LIST,
-                    LISTS, SPLITS * TILE, WAVES,
+                    batch, draft, scratch, request, wave, prefix, is_sure | is_plain, temperature, top, mass, draft_top,
+                    draft_mass, weight, num_groups, num_splits * TILE, USE_FP64, GROUP, GROUPS, LIST, LISTS,
+                    SPLITS * TILE, WAVES,
                 )  # fmt: skip
                 is_open = passes & (token < 0) & has_residual
-                accepted += is_open.to(tl.int32)
+                is_plain = is_open
                 split = tl.where(is_open, 0, split)
                 step = tl.where(is_open, 1, step)
     if is_closing:
         drafts = load_drafts(batch, request, WIDTH)
-        close_wave(scratch.waves, out, request, drafts, wave, num_waves, accepted, token, passes, WAVES, WIDTH)
+        close_wave(scratch.waves, out, request, drafts, wave, num_waves, prefix, token, passes, WAVES, WIDTH)

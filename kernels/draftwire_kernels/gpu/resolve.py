@@ -19,7 +19,7 @@ from draftwire_kernels.gpu.draw import (
 )
 from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.race import compute_type, load_groups, probability, race_bounds, race_of_target
-from draftwire_kernels.gpu.scan import INFINITY, NO_INDEX, exponents, load_dense_draft, load_logits, maximum_or_nan
+from draftwire_kernels.gpu.scan import INFINITY, exponents, load_dense_draft, load_logits, maximum_or_nan
 
 
 class Rows(NamedTuple):
@@ -297,7 +297,6 @@ def resolve(
     rows,
     groups,  # of the wave's only row, or None, see `draw`
     piece,  # the same
-    refused,  # [ROWS], whether the draft is rejected
     accepted,  # accepted drafts so far
     end,  # the next wave's first row
     METHOD: tl.constexpr,
@@ -311,8 +310,8 @@ def resolve(
     """Sample the token after the accepted drafts; return the number of accepted drafts, the token, and whether the wave
     has decided (otherwise all of its drafts are accepted).
 
-    A residual without mass in floating point counts as acceptance (for "synthetic", p replaces it), which continues
-    with a later row. "coupled" samples in every row and continues while the token equals the draft.
+    p replaces a residual without mass in floating point. "coupled" samples in every row and continues while the token
+    equals the draft.
     """
     _, _, num_drafts = request_rows(batch, request)
     token = tl.full([], -1, tl.int32)
@@ -336,13 +335,7 @@ def resolve(
             is_open = moves & (accepted < end)
             decided = moves == 0
         else:
-            is_empty = is_valid & wants_residual & (score == -INFINITY)
-            decided = is_empty == 0
-            if METHOD == "synthetic":
-                is_plain = is_empty
-                is_open = is_empty
-            else:
-                following = tl.min(tl.where(refused & (rows.offset > accepted), rows.offset, NO_INDEX), 0)
-                accepted = tl.where(is_empty, tl.minimum(following, num_drafts), accepted)
-                is_open = is_empty & (accepted < end)
+            decided = accepted >= 0
+            is_plain = is_valid & wants_residual & (score == -INFINITY)
+            is_open = is_plain
     return accepted, token, decided

@@ -28,8 +28,6 @@ from draftwire_kernels.gpu.scan import (
     scan_tops,
 )
 
-_SURE_MASS = tl.constexpr(1e-3)
-
 
 @triton.jit(do_not_specialize=["num_requests", "count"])
 def verify_kernel(
@@ -119,10 +117,9 @@ def verify_kernel(
                 else:
                     refused, accepted = first_refusal(batch, rows, begin, num_drafts, METHOD)
                     if WAVES > 1:
-                        is_final = is_final_refusal(rows, refused, METHOD, HAS_DRAFT_LOGITS)
-                        announce(scratch.waves, request, wave, at(is_final.to(tl.int32), rows.offset, accepted) != 0)
+                        announce(scratch.waves, request, wave, at(refused.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
-                        batch, draft, scratch, request, temperature, key, position, rows, groups, piece, refused,
+                        batch, draft, scratch, request, temperature, key, position, rows, groups, piece,
                         accepted, end, METHOD, HAS_DRAFT_LOGITS, USE_FP64, GROUP, GROUPS, LIST, LISTS,
                     )  # fmt: skip
             else:
@@ -220,19 +217,6 @@ def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
         refused = rows.drafted & ((usable & passes) == 0)
         accepted = tl.minimum(tl.min(tl.where(refused, rows.offset, NO_INDEX), 0), num_drafts)
     return refused, accepted
-
-
-@triton.jit
-def is_final_refusal(rows, refused, METHOD: tl.constexpr, HAS_DRAFT_LOGITS: tl.constexpr):
-    """Return which rejections are final, because the residual has mass; without mass they would count as acceptance.
-
-    Without q there is always mass, because a draft with all of the mass is not rejected. With q the residual's mass is
-    at least q - p of the draft; above `_SURE_MASS` it exceeds the rounding error of its terms, 1 in 10**6.
-    """
-    is_final = refused
-    if HAS_DRAFT_LOGITS and METHOD != "synthetic":
-        is_final &= (rows.ended != 0) | ~(rows.top > -INFINITY) | (rows.q - rows.p > _SURE_MASS)
-    return is_final
 
 
 @triton.jit

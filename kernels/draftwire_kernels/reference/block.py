@@ -17,8 +17,9 @@ def block_acceptance(
     """Return which drafts are accepted [B, k_max], and the weight of p in the residual after i drafts [B, k_max + 1].
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), i drafts pass if u_i < h_i, where h_i is
-    s_i / (s_i + 1 - w_i), s_i the mass of max(w_i p - q, 0) in the row after them, and h = w after the last usable
-    draft. The longest passing prefix is accepted. At temperature 0, w is one or zero as in greedy acceptance.
+    s_i / (s_i + 1 - w_i), s_i the mass of max(w_i p - q, 0) in the row after them (h_i is 1 if w_i is), and h = w after
+    the last usable draft. The longest passing prefix is accepted. At temperature 0, w is one or zero as in greedy
+    acceptance.
     """
     num_usable = layout.pad(usable, False).long().cumprod(1).sum(1)
     ratio = torch.nan_to_num(layout.pad(draft.p_token / draft.q_token, 0), nan=0.0)
@@ -28,7 +29,7 @@ def block_acceptance(
     weight = torch.stack(weights, 1)
 
     mass = layout.pad(_residual_mass(target, draft, weight, layout), 0)
-    share = torch.nan_to_num(mass / (mass + 1 - weight[:, :-1]), nan=0.0)  # h_i for i = 0 .. k_max - 1
+    share = torch.nan_to_num(mass / (mass + 1 - weight[:, :-1]), nan=1.0)  # h_i for i = 0 .. k_max - 1
     count = torch.arange(1, layout.max_drafts + 1, device=weight.device)
     last = count == num_usable[:, None]
     threshold = torch.where(last, weight[:, 1:], pad(share, (0, 1))[:, 1:])

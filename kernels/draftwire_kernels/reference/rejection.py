@@ -46,11 +46,8 @@ def rejection_sample(
     else:
         accept = layout.pad(usable & (uniform < draft.p_token / draft.q_token), False)
 
-    accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
-    while method != "synthetic" and bool(empty.any()):
-        # The residual has no mass in floating point: p and q are equal, so the draft counts as accepted.
-        accept[empty, accepted[empty]] = True
-        accepted, scores, empty = _final_scores(_prefix_length(accept), target, draft, temperature, layout, weight)
+    accepted = _prefix_length(accept)
+    scores = _final_scores(accepted, target, draft, temperature, layout, weight)
     final = draw(scores, temperature, keys.resample, position + accepted)
     return _emit(draft_tokens, accepted, final, target.valid[layout.first_row + accepted], layout)
 
@@ -62,15 +59,16 @@ def _prefix_length(accept: Tensor) -> Tensor:
 
 def _final_scores(
     accepted: Tensor, target: Target, draft: Draft, temperature: Tensor, layout: Layout, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of accepted drafts [B], the scores [B, V] of the next token, and which residuals are empty [B].
+) -> Tensor:
+    """Return the scores [B, V] of the token after the accepted drafts [B].
 
-    The scores are those of the residual after a rejection, else of p; p also replaces a residual without mass.
+    The scores are those of the residual after a rejection, else of p. p also replaces a residual without mass in
+    floating point, where p and q are equal up to rounding.
     """
     row = layout.first_row + accepted
     scores = target.scores[row]
     if target.probs is None or draft.tokens.shape[0] == 0:
-        return accepted, scores, torch.zeros_like(accepted, dtype=torch.bool)
+        return scores
     index = layout.draft_index(accepted)
     refused = (accepted < layout.num_drafts) & ~draft.ended[index] & target.valid[row] & (temperature > 0)
     if draft.q is None:
@@ -79,8 +77,8 @@ def _final_scores(
         q = draft.q_rows(index, scores.shape[-1])
         row_weight = None if weight is None else weight.gather(1, accepted[:, None])[:, 0]
         kept = residual(target.probs[row], q, row_weight).log_()
-    empty = refused & ~(kept.amax(-1) > -torch.inf)
-    return accepted, torch.where((refused & ~empty)[:, None], kept, scores), empty
+    has_mass = kept.amax(-1) > -torch.inf
+    return torch.where((refused & has_mass)[:, None], kept, scores)
 
 
 def _coupled(
