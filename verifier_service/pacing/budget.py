@@ -75,19 +75,16 @@ def chosen(survival: np.ndarray, limit: Limit) -> np.ndarray:
 
 
 class VerificationBudget:
-    """Chooses the limit of each step of a verifier. Only the engine's thread uses it; metrics read its counts.
+    """Chooses the limit of each step of a verifier. Only the engine's thread uses it; metrics read `last_limit`.
 
     Attributes:
         costs: Seconds of passes.
-        offered: Number of received drafts.
-        verified: Number of verified drafts.
         last_limit: Maximum draft rows of the last step; -1 if it had no limit.
     """
 
     def __init__(self, profile: Profile, *, is_adaptive: bool) -> None:
         """Unless `is_adaptive` all drafts are verified."""
         self.costs = StepCosts(profile)
-        self.offered = self.verified = 0
         self.last_limit = -1
         self._is_adaptive = is_adaptive
         self._counts = np.zeros(NUM_BINS)  # number of drafts by survival
