@@ -236,9 +236,10 @@ class World:
         is_beside: bool | None = None,
     ) -> None:
         streams = map(self._stream_of, requests)
-        addresses = ["" if stream is None else stream.address for stream in streams]
+        sessions = self.drafting.sessions
+        drafters = [None if stream is None else sessions[stream].pace.calibration for stream in streams]
         came = [0 if drafts is None else len(drafts.tokens) for drafts in offered]
-        verified = Counter(zip(addresses, came, strict=True))
+        verified = Counter(zip(drafters, came, strict=True))
         self.drafting.count_step(
             has_prompts=False,
             step_s=seconds,

@@ -150,15 +150,14 @@ def test_drafts_at_temperature_0_are_not_drawn_again(monkeypatch):
     assert stream.failure is None
 
 
-def test_drafts_keep_the_columns_of_their_head_when_it_is_gone():
+def test_drafts_have_the_columns_of_their_own_head():
     scene = Scene(DENSE)
     stream = scene.connect(draft_token_ids=REDUCED, draft_vocab_size=len(REDUCED))
     one = scene.decode()
     scene.flush()
     logits = torch.randn(K, len(REDUCED))
-    scene.answer(stream, answer_to(stream.last, logits=logits))
-    scene.disconnect(stream)
     scene.connect(draft_token_ids=REDUCED + 1, draft_vocab_size=len(REDUCED))
+    scene.answer(stream, answer_to(stream.last, logits=logits))
     scene.flush()
     assert torch.equal(one.drafts.logits.draft_token_ids, REDUCED)
     assert torch.equal(one.drafts.logits.values, logits)

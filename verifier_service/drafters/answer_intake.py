@@ -122,4 +122,5 @@ class AnswerIntake:
             unusable = {id(drafts) for drafts in self.audit.find_unusable(address, answered, is_on_trial=is_on_trial)}
             answered = [(request, drafts) for request, drafts in answered if id(drafts) not in unusable]
         for request, drafts in answered:
-            request.drafts = drafts
+            if self._placement.is_bound(request):  # a later entry of the answer may have ended the sequence
+                request.drafts = drafts

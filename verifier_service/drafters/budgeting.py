@@ -71,9 +71,9 @@ class DraftBudget:
         return chosen(survival, limit).tolist()
 
     def count(self, request: Request, drafts: ReadyDrafts, num_verified: int, num_accepted: int) -> None:
-        """Record the outcome of a request's drafts for `learn`."""
+        """Record the outcome of a request's drafts for `learn`, unless the request has left their drafter."""
         binding = self._bindings.get(request)
-        if binding is not None and num_accepted >= 0:
+        if binding is not None and binding.first_length <= drafts.committed_length and num_accepted >= 0:
             session = binding.session
             self.offered[session.stream.address] += len(drafts.tokens)
             self.verified[session.stream.address] += num_verified

@@ -23,11 +23,13 @@ from verifier_service.drafters.placement import Placement
 from verifier_service.drafters.sender import StepSender
 from verifier_service.drafters.session import DraftSession, EarlyFeatures
 from verifier_service.drafters.stream import Answered, Connected, Disconnected, Draining, LinkEvent, Loaded, Stream
-from verifier_service.pacing import Limit, Pace, Profile, StepCount, VerificationBudget
+from verifier_service.pacing import Calibration, Limit, Pace, Profile, StepCount, VerificationBudget
 from verifier_service.sampling.sampler import synthetic_rates
 
 # A drafter with more bytes of unanswered features counts as lost.
 MAX_UNANSWERED_BYTES = 512 * 1024 * 1024
+# A request's drafter, by its calibration, which outlives the session, or None; and the number of drafts received.
+DraftsOf = tuple[Calibration | None, int]
 
 
 class Drafting:
@@ -232,7 +234,7 @@ class Drafting:
         has_prompts: bool,
         step_s: float,
         host_s: float,
-        verified: Mapping[tuple[str, int], int],
+        verified: Mapping[DraftsOf, int],
         num_rows: int,
         landed: float,
         is_beside: bool | None,
@@ -245,7 +247,7 @@ class Drafting:
                 drafts.
             step_s: Seconds of the step itself, excluding waits, as in `StepTimes`.
             host_s: Seconds of the host before the step, excluding waits, as in `StepTimes`.
-            verified: Number of decoding requests in the step, by (address of the drafter or "", received drafts).
+            verified: Number of decoding requests in the step, by drafter and received drafts.
             num_rows: Rows of the step.
             landed: Monotonic time at which the host had the step's tokens.
             is_beside: Whether the step was launched while another step ran. None if steps never overlap; then the
@@ -264,20 +266,17 @@ class Drafting:
             session.pace.policy.count(self._step_count(session, seconds, pass_s, verified))
 
     def _step_count(
-        self, session: DraftSession, seconds: float, pass_s: float, verified: Mapping[tuple[str, int], int]
+        self, session: DraftSession, seconds: float, pass_s: float, verified: Mapping[DraftsOf, int]
     ) -> StepCount:
         """Return the step as the policy of one session's drafter counts it."""
-        own = session.stream.address
-        others = {one.stream.address: one for one in self._sessions.values() if one is not session}
-        drafts = max((drafts for address, drafts in verified if address == own), default=0)
+        own = session.pace.calibration
+        drafts = max((drafts for calibration, drafts in verified if calibration is own), default=0)
         drafted, other_tokens = 0, 0.0
-        for (address, count), sequences in verified.items():
-            if address == own and count == drafts > 0:
+        for (calibration, count), sequences in verified.items():
+            if calibration is own and count == drafts > 0:
                 drafted += sequences
             else:
-                drafter = session if address == own else others.get(address)
-                expected = [1.0] if drafter is None else drafter.pace.calibration.expected_tokens()
-                other_tokens += sequences * expected[min(count, len(expected) - 1)]
+                other_tokens += sequences * (1.0 if calibration is None else calibration.expected_tokens()[count])
         return StepCount(
             now=self._landed,
             seconds=seconds,
@@ -286,16 +285,18 @@ class Drafting:
             drafts=drafts,
             drafted=drafted,
             other_tokens=other_tokens,
-            others_draft=any(one.is_counted_on and bool(one.bindings) for one in others.values()),
+            others_draft=any(
+                one is not session and one.is_counted_on and bool(one.bindings) for one in self._sessions.values()
+            ),
             catches_up=session.catches_up,
         )
 
-    def count_by_drafter(self, rows: Sequence[ScheduledRows]) -> Counter[tuple[str, int]]:
-        """Return the number of decoding requests of a step, by (address of the drafter or "", received drafts)."""
+    def count_by_drafter(self, rows: Sequence[ScheduledRows]) -> Counter[DraftsOf]:
+        """Return the number of decoding requests of a step, by drafter and received drafts."""
         bindings = self._bindings
         return Counter(
             (
-                bindings[one.request].session.stream.address if one.request in bindings else "",
+                bindings[one.request].session.pace.calibration if one.request in bindings else None,
                 0 if one.offered is None else len(one.offered.tokens),
             )
             for one in rows

@@ -29,7 +29,8 @@ _STATES = {
 class Placement:
     """Gives requests their places at drafters. Only the engine's thread uses it.
 
-    A request stays at its drafter. A new request goes to the drafter with the lowest share of places taken.
+    A request stays at its drafter. A new request goes to the drafter with the lowest share of places taken. With its
+    place a request loses the drafts that it has not verified: they would be taken for those of its next drafter.
 
     Attributes:
         sessions: The connected drafters, by stream.
@@ -160,6 +161,7 @@ class Placement:
         session.give_up_early()
         for binding in session.bindings:
             del self.bindings[binding.request]
+            binding.request.drafts = None
             if session.stream.is_expelled:
                 self._expelled.add(binding.request)
         session.bindings.clear()
@@ -200,5 +202,6 @@ class Placement:
 
     def _unlink(self, binding: Binding) -> None:
         del self.bindings[binding.request]
+        binding.request.drafts = None
         binding.session.bindings.remove(binding)
         binding.session.sequences.pop(binding.sequence_id, None)

@@ -144,6 +144,10 @@ class Binding:
     asked_drafts: int = 0  # drafts requested then
     asked_step: int = 0  # step with that request
     wait_until: float | None = None  # monotonic time until which the request waits for drafts
+    first_length: int = field(init=False)  # committed length when the request took the place
+
+    def __post_init__(self) -> None:
+        self.first_length = len(self.request.tokens)
 
     @property
     def is_open(self) -> bool:

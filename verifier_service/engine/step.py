@@ -16,6 +16,7 @@ from verifier_service.sampling.logprobs import PromptLogprobs
 from verifier_service.sampling.sampler import SamplerOutput
 
 if TYPE_CHECKING:
+    from verifier_service.drafters.drafting import DraftsOf
     from verifier_service.drafters.session import DraftSession, EarlyFeatures
 
 
@@ -61,8 +62,7 @@ class Step:
     prompt_logprobs: PromptLogprobs | None = None  # from SAMPLED to COMMITTED
     marks: StepMarks | None = None  # on a GPU
     announced: dict[DraftSession, EarlyFeatures] = field(default_factory=dict)  # announcements to drafters
-    # Number of decoding requests by the address of their drafter ("" for none) and the number of their drafts.
-    verified: Counter[tuple[str, int]] = field(default_factory=Counter)
+    verified: Counter[DraftsOf] = field(default_factory=Counter)  # number of decoding requests
     limit: Limit | None = None  # of the verified drafts; None for all
     chosen: dict[Request, int] | None = None  # numbers of verified drafts, if released with a limit before its plan
     committed_at: float = 0.0  # monotonic time
