@@ -271,7 +271,7 @@ class TestCorners:
 
     @pytest.mark.parametrize("ids", [None, torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])])
     @pytest.mark.parametrize("method", ["standard", "block"])
-    def test_a_masked_draft_with_less_mass_than_rounding_is_not_emitted(self, method: str, ids: Tensor | None) -> None:
+    def test_a_masked_draft_of_little_mass_is_not_emitted(self, method: str, ids: Tensor | None) -> None:
         """max(p - q, 0) has no mass there, because 1 - q(draft) rounds to 1."""
         target, q = self.BASE.clone(), self.BASE[:2].clone()
         target[1] = torch.tensor([0.0, -INF, -INF, -INF])

@@ -352,7 +352,7 @@ def test_a_draft_outside_its_q_ends_the_drafts(method: str, token: int) -> None:
 def test_equal_distributions_accept_every_draft() -> None:
     batch = Batch(7, requests=6, vocab=50, spread=0.0, max_k=3)
     batch.temperature[:] = 1.0
-    result = _public(batch, DraftLogits(batch.draft), "standard")
+    result = _both(batch, DraftLogits(batch.draft), "standard", False)
     assert result.num_emitted.tolist() == (batch.k + 1).tolist()
 
 
@@ -373,21 +373,6 @@ def test_p_replaces_a_residual_without_mass(method: str, form: str, wave: int) -
     batch.drafts[masked] = 1
     result = _both(batch, logits, method, False, Tuning(programs=24, tile=1, wave=wave))
     assert result.tokens[batch.request[masked], 1].tolist() == [0] * int(masked.sum())
-
-
-def _public(batch: Batch, logits: DraftLogits, method: str) -> RejectionResult:
-    target, drafts, cu_rows, temperature, keys, position = batch.args()
-    return public_rejection_sample(
-        target.to(DEVICE),
-        drafts.to(DEVICE),
-        cu_rows,
-        temperature.to(DEVICE),
-        keys.to(DEVICE),
-        position.to(DEVICE),
-        draft_logits=DraftLogits(logits.logits.to(DEVICE)),
-        method=method,
-        backend="triton",
-    )
 
 
 @pytest.mark.gpu

@@ -104,7 +104,7 @@ def test_several_end_ids_may_end_a_text():
     assert allowed(matcher, [0]) == [{0}, {18, END}]
 
 
-def test_an_end_id_of_the_text_is_drawn_where_the_text_may_end_or_nothing_else_follows():
+def test_end_ids_of_the_text_are_drawn_where_it_may_end():
     matcher = matcher_of({"regex": "(a|b)*c"}, end_ids=(END, 1))
     assert allowed(matcher, [0]) == [{0, 2, 3, 4, 5}] * 2
     matcher = matcher_of({"regex": "a(b|c)*"}, end_ids=(END, 1))

@@ -25,7 +25,7 @@ def test_a_request_that_moves_leaves_its_drafts_behind():
     assert request.drafts is None
 
 
-def test_drafts_are_not_counted_for_the_drafter_to_which_their_request_has_moved():
+def test_drafts_are_not_counted_for_the_next_drafter():
     scene = Scene()
     lost = scene.connect()
     requests = [scene.decode() for _ in range(LEARN_FROM)]
@@ -47,7 +47,7 @@ def test_drafts_are_not_counted_for_the_drafter_to_which_their_request_has_moved
 
 
 @pytest.mark.usefixtures("scheduling")
-def test_a_drafter_that_is_lost_during_a_step_leaves_its_requests_to_one_with_fewer_drafts(target):
+def test_requests_move_during_a_step_to_one_with_fewer_drafts(target):
     served = Served(target, num_blocks=65)
     lost = served.connect()
     requests = [served.submit([1 + i, 2, 3], keys=100 * i, max_tokens=40) for i in range(8)]

@@ -138,7 +138,7 @@ def test_a_request_of_full_length_alone_always_goes_on():
 
 
 @pytest.mark.parametrize("chosen", [0, 4])
-def test_the_room_of_drafts_does_not_depend_on_the_choice_for_other_requests(chosen):
+def test_the_room_of_drafts_ignores_the_choice_for_others(chosen):
     """Requests of one seed have equal drafts: the choice for one may depend on the value of the other's first draft."""
     batch = Batch(blocks=3)
     first, second = batch.start(BLOCK_SIZE - 2, BLOCK_SIZE - 2)
