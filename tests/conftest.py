@@ -37,11 +37,10 @@ FULL_FILES = (
     *("test_bench_forward", "test_served_targets"),
     *("test_call_admission", "test_command_line", "test_demo", "test_memory", "test_metrics_server"),
     *("test_block_drafts", "test_processes", "test_stop_signals"),
-    *("test_verifier_async_outputs", "test_verifier_async_scheduling"),
-    *("test_verifier_engine_process", "test_verifier_far_places"),
+    *("test_verifier_async_scheduling", "test_verifier_engine_process"),
     *("test_verifier_grammar_compiler", "test_verifier_pacing_worlds"),
-    *("test_verifier_prelaunch", "test_verifier_slow_host", "test_verifier_target"),
-    *("test_verifier_target_compile", "test_verifier_target_runner", "test_verifier_tensor_parallel"),
+    *("test_verifier_prelaunch", "test_verifier_target"),
+    *("test_verifier_target_runner", "test_verifier_tensor_parallel"),
     *("test_training_demo", "test_training_run"),
 )
 # But these files of the folders above belong to `make test`: reference kernels, shared memory, one path through both
@@ -71,8 +70,8 @@ STRIDES = {
         "test_a_bad_row_ends_its_own_request_before_it": 5,
         "test_tokens_are_those_of_the_oracle": 5,
     },
-    "test_verifier_draft_logits": {"test_drafts_that_are_drawn_from_their_logits_never_expel": 2},
-    "test_verifier_end_tokens": {"test_end_tokens_are_those_of_generate": 3},
+    "test_verifier_answers": {"test_drafts_that_are_drawn_from_their_logits_never_expel": 2},
+    "test_verifier_checkpoints": {"test_end_tokens_are_those_of_generate": 3},
     "test_verifier_link_refusals": {
         "test_a_drafter_that_does_not_fit_is_refused_with_both_values": 4,
         "test_a_hello_that_does_not_fit_is_refused_until_it_does": 4,

@@ -37,3 +37,13 @@ def tiny_model(num_layers: int, hidden_size: int, attention: str = attention_hoo
 def tiny_llama(num_layers: int, hidden_size: int, end_tokens: Collection[int] = ()) -> Target:
     """Return the model as a verifier serves it."""
     return Target(tiny_model(num_layers, hidden_size), "tiny", frozenset(end_tokens))
+
+
+def random_model(config: Any) -> Any:
+    """Return a model of transformers with random weights, and random biases instead of zeros."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zeros would hide their order, or that one is added twice
+            torch.nn.init.normal_(parameter)
+    return model

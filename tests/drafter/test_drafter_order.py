@@ -107,8 +107,10 @@ def test_returned_blocks_lie_side_by_side_in_order() -> None:
     first, second = pool.allocate(3), pool.allocate(5)
     assert (first, second) == ([1, 2, 3], [4, 5, 6, 7, 8])
     assert pool.allocate(1) is None
+    assert (pool.num_free, pool.usage) == (0, 1)
     assert second is not None
     pool.release(second[::-1])
+    assert (pool.num_free, pool.usage) == (5, 3 / 8)
     assert pool.allocate(5) == second
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from drafting_scene import Clock
-from engine_scene import make_target
+from engine_scene import make_target, scheduling  # noqa: F401
 
 from verifier_service.drafters import connection
 from verifier_service.target.target import Target

@@ -324,6 +324,11 @@ class Scene:
         self.compute(request, len(tokens))
         request.tokens += tokens
 
+    def step(self, request: Request, *tokens: int) -> None:
+        """A verify step of the request draws `tokens`, and the drafters are sent what is new."""
+        self.verify(request, *tokens)
+        self.flush()
+
     def decode(self, prompt_length: int = 4, **options: Any) -> Request:
         """A request whose prompt has run and whose first token, 9, has been drawn."""
         request = self.admit(prompt_length, **options)

@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from tiny_targets import tiny_llama
 
 from draftwire.contract.errors import DraftwireError
 from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire.model.tensors import decode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.core.request import Request
@@ -35,6 +36,16 @@ WAIT_S = 120.0
 def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that launch a step when the one before it has landed, or before that."""
     monkeypatch.setattr(sys.modules[__name__], "async_by_default", request.param)
+
+
+def features_of(steps: Sequence[pb.DraftStep], sequence: int | None = None) -> torch.Tensor:
+    """Return all features that a drafter was sent [rows, 2 * HIDDEN], or those of one sequence."""
+    found = []
+    for step in (step for step in steps if step.num_rows):
+        features = decode_tensor(step.features, "features", torch.float32, (sum(step.num_rows), 2 * HIDDEN))
+        parts = zip(step.sequence_ids, features.split(list(step.num_rows)), strict=True)
+        found += [part for number, part in parts if sequence in (None, number)]
+    return torch.cat(found)
 
 
 def make_target() -> Target:
@@ -94,22 +105,30 @@ class Served:
     def next(self, request: Request) -> Item:
         return self._items[request].get(timeout=WAIT_S)
 
-    def tokens(self, request: Request) -> list[int]:
-        """Waits until the request has finished; its output."""
-        tokens: list[int] = []
-        while True:
+    def messages(self, request: Request) -> list[generate_pb2.GenerateResponse]:
+        """Wait until the request has finished; return its remaining responses."""
+        messages = []
+        while not messages or messages[-1].finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED:
             item = self.next(request)
             assert isinstance(item, generate_pb2.GenerateResponse), item
-            tokens += item.token_ids
-            if item.finish_reason != generate_pb2.FINISH_REASON_UNSPECIFIED:
-                return tokens
+            messages.append(item)
+        return messages
+
+    def tokens(self, request: Request) -> list[int]:
+        """Wait until the request has finished; return its remaining output."""
+        return [token for message in self.messages(request) for token in message.token_ids]
+
+    def __enter__(self) -> Self:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
 
     def run(self, *requests: Request) -> list[list[int]]:
         """Start the engine, wait until these requests have finished, and stop it; return their outputs."""
-        self.engine.start()
-        tokens = [self.tokens(request) for request in requests]
-        self.engine.stop()
-        return tokens
+        with self:
+            return [self.tokens(request) for request in requests]
 
     def error(self, request: Request) -> str:
         """Waits until the request has ended with an error; its text."""

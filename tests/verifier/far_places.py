@@ -24,7 +24,7 @@ from typing import Any
 import click
 import pytest
 from drafting_scene import Clock
-from paced_world import CONFIG, Costs, LaunchingWorld, use_rows_of_8b
+from paced_world import CONFIG, Costs, World, use_rows_of_8b
 from rich.console import Console
 from rich.table import Table
 
@@ -112,7 +112,7 @@ def ratios(case: Case) -> list[Ratios]:
         host = HOSTS[case.host]
         costs = replace(host.costs, noise=case.noise)
         lengths: dict[str, Any] = {"prompt_length": case.prompt_length, "output_length": OUTPUT_LENGTH}
-        world = LaunchingWorld(clock, 0, costs, config=CONFIG, replaces=False, **lengths)
+        world = World(clock, 0, costs, config=CONFIG, replaces=False, **lengths)
         world.draw.seed(case.seed)
         spells = random.Random(case.seed) if host.is_slow_at_times else None
         found = []
@@ -123,7 +123,7 @@ def ratios(case: Case) -> list[Ratios]:
         return found
 
 
-def _rate(world: LaunchingWorld, sequences: int, k: int, spells: random.Random | None) -> float:
+def _rate(world: World, sequences: int, k: int, spells: random.Random | None) -> float:
     """Tokens per second of a round."""
     began, before = world.clock.now, world.tokens
     for turn in range(TURNS):

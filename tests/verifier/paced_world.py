@@ -17,7 +17,6 @@ from drafting_scene import Clock, K, RecordedStream, Scene, answer_to, make_head
 from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.core.request import ReadyDrafts, Request
-from verifier_service.drafters.budgeting import offers_of
 from verifier_service.drafters.drafting import Drafting
 from verifier_service.drafters.stream import Answered, Stream
 from verifier_service.engine.planner import Planner
@@ -31,11 +30,8 @@ KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/
 
 PROMPT_LENGTH = 32
 OUTPUT_LENGTH = 200
-FIRST_TOKENS = 20
 CONFIG = {"num_speculative_tokens": 4}
 STALLS_EVERY_S, STALLS_FOR_S = 1.56, 0.25
-# Steps of an 8B model on an H100, more or less.
-LOADED = {"step_s": 6.4e-3, "row_s": 9e-6, "noise": 0.05}
 
 
 @dataclass
@@ -49,10 +45,7 @@ class Costs:
     draft_s: float = 0.35e-3  # of each draft position
     acceptance: float = 0.75
     accepted: int | None = None  # drafts of each verify step, where it is always as many: as with synthetic acceptance
-    first_acceptance: float | None = None  # of drafts of the first FIRST_TOKENS of an output, where they differ
     backlog_s: float = 0.0  # that an answer takes longer for rows of prompts and backlogs, which no graph was made for
-    unseen_s: float = 0.0  # after a step, for each sequence that it verified drafts of: time that no cost counts
-    unseen_step_s: float = 0.0  # the same, after any step
     launch_s: float = 0.0  # of the host's, for a step beside another one; one that waits for drafts is launched before
     send_s: float = 0.0  # of the host's, for a message that asks for nothing, before it launches what comes next
     send_row_s: float = 0.0  # the same, for each of its rows
@@ -68,13 +61,11 @@ class Drafter:
     world: World
     link_free: float = 0.0
     is_free: float = 0.0
-    longest_queue_s: float = 0.0  # that a message stood in for the link
     answers: list[tuple[float, pb.Drafts]] = field(default_factory=list)
 
     def take(self, step: pb.DraftStep) -> None:
         costs, noisy = self.costs, self.world.noisy
         self.world.clock.now += costs.send_s * (not any(step.num_drafts)) + costs.send_row_s * sum(step.num_rows)
-        self.longest_queue_s = max(self.longest_queue_s, self.link_free - self.world.clock.now)
         self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
         has_backlog = max(step.num_rows, default=0) > K + 2
         compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0) + costs.backlog_s * has_backlog)
@@ -87,6 +78,9 @@ class Drafter:
 
 class World:
     """`sequences` requests at all times: one that ends is followed by another, unless it `replaces` none.
+
+    Steps are launched before those before them have landed, where nothing is drafted or others have their drafts, as
+    the engine does on a GPU.
 
     There is a second drafter where its costs are given, whose target is the first one's.
     """
@@ -122,22 +116,29 @@ class World:
         self.drafted: list[int] = []  # drafts of each verify step of a sequence
         self._replaces, self._request = replaces, request
         self.draw = random.Random(0)
+        self._in_flight: Step | None = None
+        self._in_flight_s = (0.0, 0.0, 0.0)  # when it lands, what it takes, and how long the device waited for it
+        self._planner = Planner(cast("Scheduler", _Places(self.scene)), self.drafting, is_async=True)
         for _ in range(sequences):
             self.arrive()
 
     def run(self, seconds: float) -> float:
         """Tokens per second over that time, or until all requests have ended."""
         began, before = self.clock.now, self.tokens
-        while self.clock.now < began + seconds and self.scene.requests:
+        while self.clock.now < began + seconds and (self.scene.requests or self._in_flight is not None):
             self._deliver()
             self.drafting.placement.drop_lost()
             self.scene.flush()
-            is_held = self.drafting.wait_policy.is_held(self.scene.requests, may_admit=False)
-            works = [] if is_held else self._ready()
-            if works:
-                self._step(works)
-            else:
+            landing, (lands, took_s, host_s) = self._in_flight, self._in_flight_s
+            step = self._planner.plan(landing)
+            if landing is None and step is None:
                 self._wait()
+            elif landing and step is None and self.drafting.wait_policy.is_awaited and self.next_answer < lands:
+                self.clock.now = self.next_answer
+            else:
+                self._in_flight = None if step is None else self._launch(step, lands)
+                if landing is not None:
+                    self._land(landing, lands, took_s, host_s)
         return (self.tokens - before) / (self.clock.now - began)
 
     @property
@@ -157,9 +158,7 @@ class World:
     def _acceptance(self, request: Request) -> float:
         stream = self._stream_of(request)
         costs = self.costs if stream is None else self.drafters[stream].costs
-        is_first = len(request.tokens) < len(request.prompt) + FIRST_TOKENS
-        first = costs.first_acceptance
-        return first if is_first and first is not None else costs.acceptance
+        return costs.acceptance
 
     def _accepted(self, request: Request, num_drafts: int) -> int:
         if self.costs.accepted is not None:
@@ -197,104 +196,16 @@ class World:
         """When the next one comes; infinite if none will."""
         return min((one.answers[0][0] for one in self.drafters.values() if one.answers), default=math.inf)
 
-    def _ready(self) -> list[Request]:
-        return [request for request in self.scene.requests if self.drafting.wait_policy.is_ready(request)]
-
     def _wait(self) -> None:
         deadline = self.drafting.next_deadline()
         until = self.next_answer if deadline is None else min(deadline, self.next_answer)
         self.clock.now = max(self.clock.now, until) + 1e-6
-
-    def _step(self, requests: list[Request]) -> None:
-        offered, budget = [one.drafts for one in requests], self.drafting.budget
-        limit = budget.limit([0 if drafts is None else len(drafts.tokens) for drafts in offered])
-        offers = offers_of(requests)
-        chosen = dict(zip([offer.request for offer in offers], budget.choose(limit, offers), strict=True))
-        counts = [chosen.get(one, 0) for one in requests]
-        for one in requests:
-            one.drafts = None
-        seconds = self._seconds(counts)
-        self.clock.now += seconds
-        self._count(requests, offered, counts, seconds)
-        self.clock.now += self.costs.unseen_s * sum(count > 0 for count in counts) + self.costs.unseen_step_s
-        self._commit(requests, offered, counts)
 
     def _seconds(self, counts: Sequence[int]) -> float:
         """Of a step that verifies so many drafts of its sequences."""
         self.step_sizes.append(len(counts))
         self.drafted += counts
         return self.noisy(self.costs.step_s + self.costs.row_s * (sum(counts) + len(counts)))
-
-    def _count(
-        self,
-        requests: Sequence[Request],
-        offered: Sequence[ReadyDrafts | None],
-        counts: Sequence[int],
-        seconds: float,
-        host_s: float = 0.0,
-        *,
-        is_beside: bool | None = None,
-    ) -> None:
-        streams = map(self._stream_of, requests)
-        sessions = self.drafting.sessions
-        drafters = [None if stream is None else sessions[stream].pace.calibration for stream in streams]
-        came = [0 if drafts is None else len(drafts.tokens) for drafts in offered]
-        verified = Counter(zip(drafters, came, strict=True))
-        self.drafting.count_step(
-            has_prompts=False,
-            step_s=seconds,
-            host_s=host_s,
-            verified=verified,
-            num_rows=sum(counts) + len(counts),
-            landed=self.clock.now,
-            is_beside=is_beside,
-        )
-
-    def _commit(
-        self, requests: Sequence[Request], offered: Sequence[ReadyDrafts | None], counts: Sequence[int]
-    ) -> None:
-        for one, drafts, count in zip(requests, offered, counts, strict=True):
-            accepted = self._accepted(one, count)
-            if drafts is not None:
-                self.drafting.budget.count(one, drafts, count, accepted)
-            emitted = min(accepted + 1, one.max_length - len(one.tokens))
-            one.tokens += [*[5] * accepted, 9]
-            one.num_computed += accepted + 1
-            self.tokens += emitted
-            if len(one.tokens) >= one.max_length:
-                self.scene.end(one)
-                self.scene.free(one)
-                if self._replaces:
-                    self.arrive()
-
-
-class LaunchingWorld(World):
-    """Steps are launched before those before them have landed, where nothing is drafted or others have their drafts, as
-    the engine does on a GPU."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._in_flight: Step | None = None
-        self._in_flight_s = (0.0, 0.0, 0.0)  # when it lands, what it takes, and how long the device waited for it
-        self._planner = Planner(cast("Scheduler", _Places(self.scene)), self.drafting, is_async=True)
-
-    def run(self, seconds: float) -> float:
-        began, before = self.clock.now, self.tokens
-        while self.clock.now < began + seconds and (self.scene.requests or self._in_flight is not None):
-            self._deliver()
-            self.drafting.placement.drop_lost()
-            self.scene.flush()
-            landing, (lands, took_s, host_s) = self._in_flight, self._in_flight_s
-            step = self._planner.plan(landing)
-            if landing is None and step is None:
-                self._wait()
-            elif landing and step is None and self.drafting.wait_policy.is_awaited and self.next_answer < lands:
-                self.clock.now = self.next_answer
-            else:
-                self._in_flight = None if step is None else self._launch(step, lands)
-                if landing is not None:
-                    self._land(landing, lands, took_s, host_s)
-        return (self.tokens - before) / (self.clock.now - began)
 
     def _launch(self, step: Step, device_free: float) -> Step:
         works = step.rows
@@ -317,9 +228,38 @@ class LaunchingWorld(World):
         works = [work for work in step.rows if work.request in self.scene.requests]  # others have ended meanwhile
         requests, offered = [work.request for work in works], [work.offered for work in works]
         counts = [work.num_drafts for work in works]
-        self._count(requests, offered, counts, took_s, host_s, is_beside=step.is_beside)
+        sessions = self.drafting.sessions
+        streams = map(self._stream_of, requests)
+        drafters = [None if stream is None else sessions[stream].pace.calibration for stream in streams]
+        received = [0 if drafts is None else len(drafts.tokens) for drafts in offered]
+        self.drafting.count_step(
+            has_prompts=False,
+            step_s=took_s,
+            host_s=host_s,
+            verified=Counter(zip(drafters, received, strict=True)),
+            num_rows=sum(counts) + len(counts),
+            landed=self.clock.now,
+            is_beside=step.is_beside,
+        )
         self._commit(requests, offered, counts)
         self.scene.flush()
+
+    def _commit(
+        self, requests: Sequence[Request], offered: Sequence[ReadyDrafts | None], counts: Sequence[int]
+    ) -> None:
+        for one, drafts, count in zip(requests, offered, counts, strict=True):
+            accepted = self._accepted(one, count)
+            if drafts is not None:
+                self.drafting.budget.count(one, drafts, count, accepted)
+            emitted = min(accepted + 1, one.max_length - len(one.tokens))
+            one.tokens += [*[5] * accepted, 9]
+            one.num_computed += accepted + 1
+            self.tokens += emitted
+            if len(one.tokens) >= one.max_length:
+                self.scene.end(one)
+                self.scene.free(one)
+                if self._replaces:
+                    self.arrive()
 
 
 class _Places:
@@ -359,11 +299,6 @@ def pace_of(own: Drafting) -> Pace:
     """That of its only drafter."""
     (session,) = own.sessions.values()
     return session.pace
-
-
-def num_drafts(world: World) -> int:
-    """How many are asked for of each sequence."""
-    return pace_of(world.drafting).num_drafts
 
 
 def use_rows_of_8b(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from draftwire.contract.validation import build_sampling_params, resolve_sampling_params
+from drafting_scene import make_request
+
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.core.request import NoiseKeys, ReadyDrafts, Request
-from verifier_service.core.stop_conditions import StopConditions
+from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.engine.prefix_cache import PrefixCache
 from verifier_service.engine.scheduler import Scheduler
 
 Ready = Callable[[Request], bool]
 
 
-def request(prompt_length: int = 4, max_tokens: int = 8, prompt: list[int] | None = None) -> Request:
-    prompt = list(range(prompt_length)) if prompt is None else prompt
-    params = resolve_sampling_params(build_sampling_params(max_tokens=max_tokens))
-    return Request(
-        request_id="r",
-        prompt=prompt,
-        params=params,
-        num_speculative_tokens=4,
-        keys=NoiseKeys(1, 2, 3),
-        stops=StopConditions(params, frozenset()),
-        max_length=len(prompt) + max_tokens,
-    )
+def request(
+    prompt_length: int = 4, max_tokens: int = 8, prompt: list[int] | None = None, *, priority: int = 0
+) -> Request:
+    made = make_request(range(prompt_length) if prompt is None else prompt, k=4, max_tokens=max_tokens)
+    made.priority = priority
+    return made
 
 
 def give_drafts(one: Request, tokens: list[int], length_off: int = 0, last_off: int = 0) -> None:
@@ -98,9 +91,3 @@ class Batch:
         self.step()
         assert all(one.is_decoding for one in requests)
         return requests
-
-
-def with_priority(priority: int, **options: Any) -> Request:
-    one = request(**options)
-    one.priority = priority
-    return one

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from engine_scene import make_target
 from serving import serving
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
@@ -18,6 +21,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer
 from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
+from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service.api.model_files import ModelFiles
 from verifier_service.api.preparation import DEFAULT_RULES
 from verifier_service.api.requests import RequestHandler
@@ -34,10 +38,16 @@ MAX_TOKENS = 50
 CONFIG = speculative_config_from_mapping({})
 
 
-def make_host(*, is_async: bool = False) -> EngineHost:
-    sizes = {"max_num_seqs": 2, "max_queue": 1, "max_prefill_rows": 64, "num_blocks": 33}
-    limits = EngineLimits(**sizes, draft_deadline_s=None, async_scheduling=is_async)
-    return EngineHost(make_target(), CONFIG, limits, [], LOOPBACK)
+def make_host(*, max_num_seqs: int = 2, max_queue: int = 1, is_async: bool = False, **options: Any) -> EngineHost:
+    limits = EngineLimits(
+        max_num_seqs=max_num_seqs,
+        max_queue=max_queue,
+        max_prefill_rows=64,
+        num_blocks=33,
+        draft_deadline_s=None,
+        async_scheduling=is_async,
+    )
+    return EngineHost(make_target(), CONFIG, limits, [], LOOPBACK, **options)
 
 
 class EngineThread:
@@ -85,6 +95,11 @@ class Served:
         self.rules = DEFAULT_RULES
         self.has_failed = threading.Event()
 
+    async def until_idle(self) -> None:
+        scheduler = self.host.engine.scheduler
+        while scheduler.running or scheduler.waiting or self.handler.open_outputs:
+            await asyncio.sleep(0.01)
+
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         engine: EngineAccess = InProcessEngine(self.host)
@@ -103,10 +118,8 @@ class Served:
                 self.process.join()
 
 
-def served(
-    *, behind_socket: bool = True, is_async: bool = False, codec: Any = None, directory: Path = Path()
-) -> Served:
-    host = make_host(is_async=is_async)
+def served(*, behind_socket: bool = True, codec: Any = None, directory: Path = Path(), **options: Any) -> Served:
+    host = make_host(**options)
     return Served(host, EngineThread(host) if behind_socket else None, codec, directory)
 
 
@@ -115,8 +128,38 @@ def request(**params: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=build_sampling_params(**given))
 
 
-async def outputs_of(call: grpc.aio.UnaryStreamCall) -> list[pb.GenerateResponse]:
+async def outputs_of(call: grpc.aio.UnaryStreamCall, pause_s: float = 0) -> list[pb.GenerateResponse]:
+    """Read the rest of a call, with a pause after each message."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
+        await asyncio.sleep(pause_s)
     return messages
+
+
+def tokens_of(messages: Iterable[pb.GenerateResponse]) -> list[int]:
+    return [token for message in messages for token in message.token_ids]
+
+
+@asynccontextmanager
+async def stub_of(scene: Served) -> AsyncIterator[GenerationStub]:
+    """Serve, and yield a stub of the own service."""
+    async with scene.serve() as address, grpc.aio.insecure_channel(address) as channel:
+        yield GenerationStub(channel)
+
+
+async def error_of(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    """Return code and details of the status that a call ends with."""
+    with pytest.raises(grpc.RpcError) as ended:
+        await call
+    return ended.value.code(), ended.value.details()
+
+
+def play(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test's coroutine within WAIT_S."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), WAIT_S))
+
+    return run

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafting_scene import CPU, VOCAB, K, Scene, make_head, rows_of, tokens_of
+from drafting_scene import CPU, VOCAB, K, Scene, make_head, refusal_of, rows_of, tokens_of
 from rings import channel_ends
 
 from draftwire.model.tensors import encode_floats, encode_ids
@@ -26,6 +26,8 @@ from verifier_service.drafters.session import MAX_ANNOUNCED
 from verifier_service.drafters.stream import Answered, Stream
 
 DRAFTS = [5, 6, 7]
+EARLY = torch.arange(3 * K, dtype=torch.int32).view(3, K)
+"""Early drafts of three sequences."""
 
 
 class LocalDrafting:
@@ -129,9 +131,18 @@ class LocalDrafting:
     def session(self) -> Any:
         return self.scene.drafting.sessions[self.stream]
 
+    @property
+    def awaited(self) -> Any:
+        """The answer that the next step waits for."""
+        return self.scene.drafting.wait_policy.awaited_answer()
 
-def test_a_step_is_announced_and_committed_as_it_is():
-    local = LocalDrafting()
+
+@pytest.fixture
+def local() -> LocalDrafting:
+    return LocalDrafting()
+
+
+def test_a_step_is_announced_and_committed_as_it_is(local):
     drawn = [[5, 9], [5, 6, 7, 2], [8]]
     early = local.launch(drawn)
     ((announced, body),) = local.announced
@@ -151,7 +162,7 @@ def test_a_step_is_announced_and_committed_as_it_is():
 
 def awaited_drafts(local: LocalDrafting, drafts: torch.Tensor) -> Any:
     """Early drafts that are read after the step that was announced last."""
-    awaited = local.scene.drafting.wait_policy.awaited_answer()
+    awaited = local.awaited
     assert not awaited.has_early_drafts()
     local.show(drafts, local.announced[-1][0].announced_id)
     assert awaited.has_early_drafts()
@@ -162,60 +173,48 @@ def awaited_drafts(local: LocalDrafting, drafts: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB])
-def test_early_drafts_that_are_no_tokens_begin_nothing(wrong):
-    local = LocalDrafting()
-    local.step([[5], [5], [5]])
-    drafts = torch.zeros(3, K, dtype=torch.int32)
+def test_early_drafts_that_are_no_tokens_begin_nothing(local, wrong):
+    local.step([[5]] * 3)
+    drafts = EARLY.clone()
     drafts[1, 2] = wrong
     assert awaited_drafts(local, drafts) is None
 
 
-def test_early_drafts_of_another_number_are_not_read():
-    local = LocalDrafting()
-    local.step([[5], [5], [5]])
-    local.show(torch.zeros(2, K, dtype=torch.int32), 1)
-    assert not local.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
-
-
-def test_early_drafts_of_another_step_are_not_read():
-    local = LocalDrafting()
-    local.answer(local.step([[5], [5], [5]]))
-    local.step([[6], [6], [6]])
-    local.show(torch.zeros(3, K, dtype=torch.int32), 1)
-    assert not local.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
+@pytest.mark.parametrize(("announced_id", "num_sequences"), [(1, 3), (2, 2)])
+def test_early_drafts_of_another_step_or_number_are_not_read(local, announced_id, num_sequences):
+    local.answer(local.step([[5]] * 3))
+    local.step([[6]] * 3)
+    local.show(EARLY[:num_sequences], announced_id)
+    assert not local.awaited.has_early_drafts()
 
 
 @pytest.mark.parametrize(("announced_id", "has_body"), [(0, True), (2, True), (1, False)])
-def test_early_drafts_of_no_announced_step_expel_the_drafter(announced_id, has_body):
-    local = LocalDrafting()
-    local.step([[5], [5], [5]])
+def test_early_drafts_of_no_announced_step_expel_the_drafter(local, announced_id, has_body):
+    local.step([[5]] * 3)
     response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
-    assert local.drafter.send(response.SerializeToString(), torch.zeros(3, K, dtype=torch.int32) if has_body else None)
+    assert local.drafter.send(response.SerializeToString(), EARLY if has_body else None)
     assert local.stream.read_direct() is None
     assert local.stream.is_expelled
     assert "early.announced_id" in local.stream.failure
 
 
-def test_early_drafts_without_end_expel_the_drafter():
+def test_early_drafts_without_end_expel_the_drafter(local):
     """Each message takes some of the engine's time, and none counts as an answer."""
-    local = LocalDrafting()
-    local.answer(local.step([[5], [5], [5]]))
-    local.step([[6], [6], [6]])
-    drafts = torch.zeros(3, K, dtype=torch.int32)
+    local.answer(local.step([[5]] * 3))
+    local.step([[6]] * 3)
     for announced_id in (1, 2):
-        local.show(drafts, announced_id)
+        local.show(EARLY, announced_id)
     response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=2))
-    assert local.drafter.send(response.SerializeToString(), drafts)
+    assert local.drafter.send(response.SerializeToString(), EARLY)
     assert local.stream.read_direct() is None
     assert local.stream.is_expelled
     assert "early.announced_id = 2: allowed range [3, 2]" in local.stream.failure
 
 
-def test_early_drafts_leave_the_ring_when_their_step_is_answered():
+def test_early_drafts_leave_the_ring_when_their_step_is_answered(local):
     """What comes later has room, though no more drafts are shown."""
-    local = LocalDrafting()
-    step = local.step([[5], [5], [5]])
-    local.show(torch.zeros(3, K, dtype=torch.int32), 1)
+    step = local.step([[5]] * 3)
+    local.show(EARLY, 1)
     local.answer(step)
     for step_id in range(4, 104):
         local.stream.send(pb.DraftStep(step_id=step_id))
@@ -225,19 +224,17 @@ def test_early_drafts_leave_the_ring_when_their_step_is_answered():
         assert [event.drafts.step_id for event in local.stream.read_direct()] == [step_id]
 
 
-def test_early_drafts_of_a_committed_step_are_read():
-    local = LocalDrafting()
+def test_early_drafts_of_a_committed_step_are_read(local):
     local.step([[5, 9], [5, 6, 7, 2], [8]])
-    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(local, drafts).tolist() == list(range(3 * K))
+    assert awaited_drafts(local, EARLY).tolist() == list(range(3 * K))
 
 
 def test_early_drafts_bring_their_confidences():
     local = LocalDrafting(confidences=True)
     local.step([[5, 9], [5, 6, 7, 2], [8]])
     confidences = torch.linspace(0.0, 1.0, 3 * K).view(3, K)
-    drafts = torch.stack([torch.arange(3 * K, dtype=torch.int32).view(3, K), confidences.view(torch.int32)], dim=-1)
-    awaited = local.scene.drafting.wait_policy.awaited_answer()
+    drafts = torch.stack([EARLY, confidences.view(torch.int32)], dim=-1)
+    awaited = local.awaited
     local.show(drafts, 1)
     found = awaited.read_early_drafts(VOCAB)
     assert found.tokens.tolist() == list(range(3 * K))
@@ -245,49 +242,35 @@ def test_early_drafts_bring_their_confidences():
 
 
 @pytest.mark.parametrize("num_drafts", [1, K - 1])
-def test_fewer_early_drafts_are_the_first_of_each_sequence(num_drafts):
-    local = LocalDrafting()
+def test_fewer_early_drafts_are_the_first_of_each_sequence(local, num_drafts):
     early = local.launch([[5], [5, 6], [5]])
     local.session.pace.policy.pin(num_drafts)
     commit = local.land([[5], [5, 6], [5]], early)
     assert list(commit.num_drafts) == [num_drafts] * 3
-    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(local, drafts).tolist() == drafts[:, :num_drafts].flatten().tolist()
+    assert awaited_drafts(local, EARLY).tolist() == EARLY[:, :num_drafts].flatten().tolist()
 
 
-def test_early_drafts_of_closed_sequences_are_not_read():
-    local = LocalDrafting()
+def test_early_drafts_of_closed_sequences_are_not_read(local):
     commit = local.step([[5], [5, 6], [5]], ended=[local.requests[1]])
     assert (list(commit.closed_ids), list(commit.num_drafts)) == ([2], [K] * 2)
-    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(local, drafts).tolist() == drafts[[0, 2]].flatten().tolist()
+    assert awaited_drafts(local, EARLY).tolist() == EARLY[[0, 2]].flatten().tolist()
 
 
-def test_a_sequence_that_the_drafter_has_lost_is_closed():
-    local = LocalDrafting()
-    step = local.step([[5], [5], [5]])
-    early = local.launch([[6], [6], [6]])
-    lost = pb.Drafts(
-        step_id=step.step_id,
-        sequence_ids=[2],
-        statuses=[pb.SEQUENCE_STATUS_UNKNOWN],
-        committed_lengths=[0],
-        last_tokens=[0],
-        num_drafts=[0],
-    )
+def test_a_sequence_that_the_drafter_has_lost_is_closed(local):
+    step = local.step([[5]] * 3)
+    early = local.launch([[6]] * 3)
+    lost = refusal_of(pb.DraftStep(step_id=step.step_id, sequence_ids=[2]), pb.SEQUENCE_STATUS_UNKNOWN)
     local.scene.drafting.handle(Answered(local.stream, lost))
-    commit = local.land([[6], [6], [6]], early)
+    commit = local.land([[6]] * 3, early)
     assert (list(commit.closed_ids), list(commit.num_drafts)) == ([2], [K] * 2)
 
 
-def test_a_request_near_its_end_wants_fewer_drafts():
-    local = LocalDrafting()
+def test_a_request_near_its_end_wants_fewer_drafts(local):
     local.requests[1].max_length = len(local.requests[1].tokens) + 2
     local.requests[2].max_length = len(local.requests[2].tokens) + 3
-    commit = local.step([[5], [5], [5]])
+    commit = local.step([[5]] * 3)
     assert list(commit.num_drafts) == [K, 0, 1]
-    drafts = torch.arange(3 * K, dtype=torch.int32).view(3, K)
-    assert awaited_drafts(local, drafts).tolist() == [*range(K), 2 * K]
+    assert awaited_drafts(local, EARLY).tolist() == [*range(K), 2 * K]
 
 
 def more_drafts(local: LocalDrafting) -> None:
@@ -309,10 +292,9 @@ def all_end(local: LocalDrafting) -> None:
 
 
 @pytest.mark.parametrize("change", [more_drafts, no_drafts, request_joins, all_end])
-def test_a_step_that_has_changed_replaces_the_announced_one(change):
-    local = LocalDrafting()
+def test_a_step_that_has_changed_replaces_the_announced_one(local, change):
     local.session.pace.policy.pin(K - 1)
-    early = local.launch([[5], [5], [5]])
+    early = local.launch([[5]] * 3)
     local.scene.drafting.commit(early)
     for request in local.requests:
         local.scene.verify(request, 5)
@@ -325,16 +307,15 @@ def test_a_step_that_has_changed_replaces_the_announced_one(change):
     assert not step.HasField("features") or step.features.span.offset != announced.features.offset
     if local.scene.requests:
         assert tokens_of(step)[:3] == [5] * 3
-    awaited = local.scene.drafting.wait_policy.awaited_answer()
+    awaited = local.awaited
     assert awaited is None or not awaited.has_early_drafts()
 
 
-def test_what_a_once_off_drafter_is_sent_replaces_the_announced():
-    local = LocalDrafting()
-    early = local.launch([[5], [5], [5]])
+def test_what_a_once_off_drafter_is_sent_replaces_the_announced(local):
+    early = local.launch([[5]] * 3)
     local.session.pace.policy.pin(0)
     num_sent = len(local.steps)
-    local.land([[5], [5], [5]], early)
+    local.land([[5]] * 3, early)
     assert len(local.steps) == num_sent
     local.session.pace.policy.pin(K)
     local.scene.flush()
@@ -344,22 +325,20 @@ def test_what_a_once_off_drafter_is_sent_replaces_the_announced():
     assert tokens_of(step) == [5] * 3
 
 
-def test_steps_that_were_not_announced_follow():
-    local = LocalDrafting()
-    local.answer(local.step([[5], [5], [5]]))
+def test_steps_that_were_not_announced_follow(local):
+    local.answer(local.step([[5]] * 3))
     local.session.pace.policy.pin(0)
-    early = local.launch([[6], [6], [6]])
+    early = local.launch([[6]] * 3)
     local.session.pace.policy.pin(K)
-    step = local.land([[6], [6], [6]], early)
+    step = local.land([[6]] * 3, early)
     assert isinstance(step, pb.DraftStep)
     assert tokens_of(step) == [6] * 3
-    assert not local.scene.drafting.wait_policy.awaited_answer().has_early_drafts()
+    assert not local.awaited.has_early_drafts()
     local.answer(step)
-    assert local.step([[7], [7], [7]]).announced_id == 2
+    assert local.step([[7]] * 3).announced_id == 2
 
 
-def test_numbers_are_the_sequences_wherever_they_are_drawn():
-    local = LocalDrafting()
+def test_numbers_are_the_sequences_wherever_they_are_drawn(local):
     local.requests.reverse()  # the step's, and not the session's
     local.requests.insert(1, local.scene.decode(4))  # which the drafter has no place of yet
     local.launch([[8], [1, 2], [5, 6, 7, 2], [5, 9]])
@@ -368,15 +347,14 @@ def test_numbers_are_the_sequences_wherever_they_are_drawn():
     assert numbers == [[2, 5, 9, -1, -1], [4, 5, 6, 7, 2], [1, 8, -1, -1, -1]]
 
 
-def test_announced_requests_are_marked():
+def test_announced_requests_are_marked(local):
     """Until the step is committed they are neither preempted nor continued."""
-    local = LocalDrafting()
     assert not any(request.is_announced for request in local.requests)
-    local.launch([[5], [5], [5]])
+    local.launch([[5]] * 3)
     assert all(request.is_announced for request in local.requests)
     unmarked = LocalDrafting()
     unmarked.session.is_late = True
-    unmarked.launch([[5], [5], [5]])
+    unmarked.launch([[5]] * 3)
     assert not any(request.is_announced for request in unmarked.requests)
 
 
@@ -396,21 +374,19 @@ def test_a_device_that_cannot_write_announces_nothing(caplog):
     assert caplog.text.count("cuStreamWriteValue32_v2") == 1
 
 
-def test_a_drafter_has_no_more_announced_steps_than_it_takes():
-    local = LocalDrafting()
+def test_a_drafter_has_no_more_announced_steps_than_it_takes(local):
     for number in range(MAX_ANNOUNCED + 2):
-        local.launch([[5], [5], [5]])
+        local.launch([[5]] * 3)
         assert len(local.announced) == min(number + 1, MAX_ANNOUNCED)
 
 
-def test_nothing_of_a_lost_drafter_waits_for_a_collector():
+def test_nothing_of_a_lost_drafter_waits_for_a_collector(local):
     """Python looks for cycles seldom, and the memory that is shared goes with the session."""
-    local = LocalDrafting()
-    local.step([[5], [5], [5]])
+    local.step([[5]] * 3)
     assert local.session.committed is not None
     local.answer(local.steps[-1])
     assert local.session.committed is None
-    local.step([[5], [5], [5]])
+    local.step([[5]] * 3)
     assert local.session.committed is not None
     session = weakref.ref(local.session)
     gc.collect()
@@ -431,5 +407,5 @@ def test_nothing_is_announced_that_a_drafter_cannot_begin(why):
         local.stream.send(pb.DraftStep(step_id=50, closed_ids=range(100_000)))  # too long for the ring
     elif why == "late":
         local.session.is_late = True
-    local.launch([[5], [5], [5]])
+    local.launch([[5]] * 3)
     assert local.announced == []

@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the step before them are known."""
+"""Steps that are launched before the tokens of the step before them are known, and their held-back outputs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,96 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from async_scene import Watched, run_all
 from drafting_scene import RecordedStream
-from engine_scene import K
+from engine_scene import K, Served
 from tiny_targets import CONTEXT, VOCAB
 
+from draftwire.contract.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service.core.batch import FutureTokens
+from verifier_service.core.batch import FutureTokens, SampledTokens, ScheduledRows
+from verifier_service.core.step_times import StepMarks
+from verifier_service.core.stop_conditions import Piece
 from verifier_service.drafters.draft_wait import DraftWaitPolicy
+from verifier_service.engine.outputs import RequestOutputs, response
 from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftingPolicy
 from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target.target import Target
+
+
+class Watched(Served):
+    """An engine with async scheduling that logs its launches and landings.
+
+    Attributes
+    ----------
+    log
+        ("launch" or "land", the rows of the step), oldest first.
+    """
+
+    def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
+        super().__init__(target, config, **{"async_scheduling": True, "max_queue": 100, **limits})
+        self.log: list[tuple[str, tuple[ScheduledRows, ...]]] = []
+        self.on_stage(Stage.SAMPLED, lambda step: self.log.append(("launch", tuple(step.rows))))
+        self.on_stage(Stage.COMMITTED, lambda step: self.log.append(("land", tuple(step.rows))))
+
+    @property
+    def launched(self) -> list[tuple[ScheduledRows, ...]]:
+        """The rows of each launched step."""
+        return [rows for what, rows in self.log if what == "launch"]
+
+    @property
+    def launched_beside(self) -> list[tuple[tuple[ScheduledRows, ...], tuple[ScheduledRows, ...]]]:
+        """The rows of each step that was launched while another one was in flight, and the other one's."""
+        in_flight: list[tuple[ScheduledRows, ...]] = []
+        found = []
+        for what, rows in self.log:
+            if what == "land":
+                in_flight.pop(0)
+            else:
+                found += [(rows, *in_flight)] if in_flight else []
+                in_flight.append(rows)
+        return found
+
+    @property
+    def num_ahead(self) -> int:
+        """Launches while another step was in flight."""
+        return len(self.launched_beside)
+
+    @property
+    def num_prompts_before(self) -> int:
+        """Launches of prompts alone while a step with decoding requests was in flight."""
+        return sum(decodes(flying) and not decodes(rows) for rows, flying in self.launched_beside)
+
+
+def decodes(rows: tuple[ScheduledRows, ...]) -> bool:
+    """Return whether a step has a decoding request, and not prompts alone."""
+    return any(row.is_decoding for row in rows)
+
+
+def run_all(
+    target: Target, requests: list[dict[str, Any]], *, is_async: bool = True, **limits: Any
+) -> tuple[list[Any], Watched]:
+    """Return tokens and finish reasons of requests that arrive at once, and their engine."""
+    own = Watched(target, async_scheduling=is_async, **limits)
+    made = [own.submit(**{"k": 0, **options}) for options in requests]
+    with own:
+        ends = [own.messages(one) for one in made]
+    return [([token for one in its for token in one.token_ids], its[-1].finish_reason) for its in ends], own
+
+
+def plain(target: Target, requests: list[dict[str, Any]], **limits: Any) -> list[Any]:
+    """Return what `run_all` does without async scheduling and drafts."""
+    ends, own = run_all(target, [{**one, "k": 0} for one in requests], is_async=False, **limits)
+    assert own.num_ahead == 0
+    return ends
+
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -48,18 +121,12 @@ def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
 
 
 def test_without_drafts_a_step_is_launched_before_the_last_lands(target):
-    ends, own = run_all(target, [{"max_tokens": 20, "k": 0}, {"max_tokens": 12, "k": 0}], is_async=True)
+    ends, own = run_all(target, [{"max_tokens": 20}, {"max_tokens": 12}])
     assert [len(tokens) for tokens, _ in ends] == [20, 12]
-    launched = [follows for what, follows, _ in own.log if what == "launch"]
-    assert launched == [[None, None], *[[0, 1]] * 11, *[[0]] * 8]
+    assert [[row.follows for row in rows] for rows in own.launched] == [[None, None], *[[0, 1]] * 11, *[[0]] * 8]
     assert own.num_ahead == 19  # all but the first
     counters = own.engine.counters()
     assert counters.verify_rows == 19 + 11  # no row past an end that was known
-
-
-def test_an_engine_without_it_launches_nothing_ahead(target):
-    _, own = run_all(target, [{"k": 0}], is_async=False)
-    assert own.num_ahead == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -69,24 +136,22 @@ def test_mixed_requests_say_the_same(target, seed):
     for i in range(12):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.choice([1, 5, 17, 40]))]
         most = CONTEXT - len(prompt)
-        requests.append({"prompt": prompt, "keys": 100 * i, "k": 0, "max_tokens": draw.randint(min(3, most), most)})
+        requests.append({"prompt": prompt, "keys": 100 * i, "max_tokens": draw.randint(min(3, most), most)})
         requests[-1] |= draw.choice(KINDS) if seed % 2 else KINDS[seed]
     limits = {"num_blocks": draw.choice([9, 33]), "max_prefill_rows": draw.choice([16, 64]), "max_num_seqs": 6}
-    expected, _ = run_all(target, requests, is_async=False, **limits)
-    found, own = run_all(target, requests, is_async=True, **limits)
-    assert found == expected
+    found, own = run_all(target, requests, **limits)
+    assert found == plain(target, requests, **limits)
     assert own.num_ahead > 0
     assert all(not one.is_in_flight for one in own.engine.scheduler.running)
 
 
 def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
-    plain, _ = run_all(target, [{"k": 0, "max_tokens": 20}], is_async=False)
-    stop = plain[0][0][6]
-    first = plain[0][0].index(stop)
-    requests = [{"k": 0, "max_tokens": 20, "stop_token_ids": [stop]}, {"k": 0, "max_tokens": 20, "prompt": [7, 7]}]
-    expected, _ = run_all(target, requests, is_async=False)
-    found, own = run_all(target, requests, is_async=True)
-    assert found == expected
+    ((tokens, _),) = plain(target, [{"max_tokens": 20}])
+    stop = tokens[6]
+    first = tokens.index(stop)
+    requests = [{"max_tokens": 20, "stop_token_ids": [stop]}, {"max_tokens": 20, "prompt": [7, 7]}]
+    found, own = run_all(target, requests)
+    assert found == plain(target, requests)
     assert len(found[0][0]) == first + 1
     assert own.engine.counters().verify_rows == first + 1 + 19  # one more than the output of the request that stopped
 
@@ -102,13 +167,11 @@ def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
     ids=str,
 )
 def test_a_draw_that_needs_earlier_tokens_does_not_wait_for_them(target, kind):
-    requests = [{"k": 0, "max_tokens": 20, **kind}, {"k": 0, "max_tokens": 20, "prompt": [7, 7]}]
-    plain, _ = run_all(target, [{key: one[key] for key in ("k", "max_tokens")} for one in requests[:1]], is_async=False)
-    expected, _ = run_all(target, requests, is_async=False)
-    found, own = run_all(target, requests, is_async=True)
-    assert found == expected
+    requests = [{"max_tokens": 20, **kind}, {"max_tokens": 20, "prompt": [7, 7]}]
+    found, own = run_all(target, requests)
+    assert found == plain(target, requests)
     assert own.num_ahead >= 11
-    assert "logprobs" in kind or found[0] != plain[0]  # it makes a difference
+    assert "logprobs" in kind or found[:1] != plain(target, [{"max_tokens": 20}])  # it makes a difference
 
 
 def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
@@ -150,35 +213,26 @@ def test_a_step_before_one_with_prompts_counts_as_such(target, monkeypatch):
 
 
 def test_drafts_do_not_overtake_a_step_of_their_drafter(target):
-    prompts = [[3, 1, 4], [2, 7]]
-    expected, _ = run_all(target, [{"prompt": one, "max_tokens": 40, "k": 0} for one in prompts], is_async=False)
+    requests = [{"prompt": one, "max_tokens": 40} for one in ([3, 1, 4], [2, 7])]
     own = Watched(target)
-    stream = own.connect()
-    answer_late(stream)
-    requests = [own.submit(prompt, max_tokens=40) for prompt in prompts]
-    assert own.run(*requests) == [tokens for tokens, _ in expected]
-    flying: list[list[int]] = []
-    overtaken = 0
-    for what, _, drafts in own.log:
-        if what == "land":
-            flying.pop(0)
-        else:
-            overtaken += any(map(any, flying)) and any(drafts)
-            flying.append(drafts)
-    assert overtaken == 0
+    answer_late(own.connect())
+    made = [own.submit(**one) for one in requests]
+    assert own.run(*made) == [tokens for tokens, _ in plain(target, requests)]
+    assert not any(
+        any(row.num_drafts for row in rows) and any(row.num_drafts for row in flying)
+        for rows, flying in own.launched_beside
+    )
 
 
 @pytest.mark.parametrize("are_soon", [False, True])
 def test_only_prompts_go_before_requests_with_late_drafts(target, are_soon, monkeypatch):
     monkeypatch.setattr(DraftWaitPolicy, "come_soon", lambda *_: are_soon)
     prompts = [[3, 1, 4], *([one] * 40 for one in (5, 6, 7))]
-    requests = [{"prompt": one, "max_tokens": 50 if len(one) == 3 else 4, "k": 0} for one in prompts]
-    expected, _ = run_all(target, requests, is_async=False)
+    requests = [{"prompt": one, "max_tokens": 50 if len(one) == 3 else 4} for one in prompts]
     own = Watched(target, max_prefill_rows=8)
-    stream = own.connect()
-    answer_late(stream)
-    made = [own.submit(**{**one, "k": K}) for one in requests]
-    assert own.run(*made) == [tokens for tokens, _ in expected]
+    answer_late(own.connect())
+    made = [own.submit(**one) for one in requests]
+    assert own.run(*made) == [tokens for tokens, _ in plain(target, requests)]
     assert (own.num_prompts_before == 0) == are_soon
 
 
@@ -197,44 +251,33 @@ def test_a_prompt_waits_for_its_rows_while_drafts_are_awaited(target):
 
     own.on_stage(Stage.RELEASED, note)
     drafted = own.submit(max_tokens=12)
-    own.engine.start()
-    own.next(drafted)
-    prompt = own.submit([5] * 56, k=0, max_tokens=4)
-    own.tokens(drafted)
-    own.tokens(prompt)
-    own.engine.stop()
+    with own:
+        own.next(drafted)
+        own.tokens(own.submit([5] * 56, k=0, max_tokens=4))
+        own.tokens(drafted)
     assert alone > 0
     assert ahead == 0
 
 
 def test_requests_are_in_every_step_of_a_long_prompt(target):
-    requests = [{"k": 0, "max_tokens": 30}, {"k": 0, "prompt": [5] * 50, "max_tokens": 3}]
-    expected, _ = run_all(target, requests, is_async=False, max_prefill_rows=8)
-    found, own = run_all(target, requests, is_async=True, max_prefill_rows=8)
-    assert found == expected
+    requests = [{"max_tokens": 30}, {"prompt": [5] * 50, "max_tokens": 3}]
+    found, own = run_all(target, requests, max_prefill_rows=8)
+    assert found == plain(target, requests, max_prefill_rows=8)
     assert own.num_prompts_before == 0
-    launched = [decode for (what, _, _), decode in zip(own.log, own.decode, strict=True) if what == "launch"]
-    assert all(any(decode) for decode in launched[1:])
+    assert all(map(decodes, own.launched[1:]))
     assert own.num_ahead > 25
     num_chunks = -(-(5 + 50) // 8)
-    assert [all(decode) for decode in launched].index(True) == num_chunks  # the prompt is in every step too
+    has_prompt = [not all(row.is_decoding for row in rows) for rows in own.launched]
+    assert has_prompt.index(False) == num_chunks  # the prompt is in every step too
 
 
 def test_prompts_continue_before_their_rows_land_and_keep_order(target):
-    prompts = [[5] * 40, [6] * 40]
-    requests = [{"k": 0, "prompt": one, "max_tokens": 3} for one in prompts]
-    expected, _ = run_all(target, requests, is_async=False, max_prefill_rows=16)
-    own = Watched(target, max_prefill_rows=16)
-    made = [own.submit(**one) for one in requests]
-    launched: list[tuple[int, int]] = []
-
-    def note(step: Step) -> None:
-        launched.extend((made.index(row.request), row.start) for row in step.rows if not row.is_decoding)
-
-    own.on_stage(Stage.RELEASED, note)
-    assert own.run(*made) == [tokens for tokens, _ in expected]
-    assert launched == [(0, 0), (0, 16), (0, 32), (1, 0), (1, 8), (1, 24)]
-    assert own.num_ahead == sum(what == "launch" for what, _, _ in own.log) - 1
+    requests = [{"prompt": [token] * 40, "max_tokens": 3} for token in (5, 6)]
+    found, own = run_all(target, requests, max_prefill_rows=16)
+    assert found == plain(target, requests, max_prefill_rows=16)
+    pieces = [(row.request.prompt[0], row.start) for rows in own.launched for row in rows if not row.is_decoding]
+    assert pieces == [(5, 0), (5, 16), (5, 32), (6, 0), (6, 8), (6, 24)]
+    assert own.num_ahead == len(own.launched) - 1
 
 
 def test_a_draftable_prompt_continues_once_its_features_are_sent(target):
@@ -243,7 +286,7 @@ def test_a_draftable_prompt_continues_once_its_features_are_sent(target):
     stream = own.connect()
     one = own.submit([5] * 40, max_tokens=4)
     own.run(one)
-    assert [what for what, _, _ in own.log[:4]] == ["launch", "land", "launch", "launch"]
+    assert [what for what, _ in own.log[:4]] == ["launch", "land", "launch", "launch"]
     sent = [count for step in stream.steps for count in step.num_rows]
     assert sum(sent[:5]) == 40
     assert len(sent) > 5
@@ -261,23 +304,20 @@ def test_a_failed_step_ends_its_requests_and_not_the_next(target, monkeypatch):
 
     monkeypatch.setattr(TokenSampler, "finish", failing)
     doomed = own.submit(k=0, max_tokens=20)
-    own.engine.start()
-    assert "the step failed: lost" in own.error(doomed)
-    later = own.submit(k=0, max_tokens=20)
-    assert own.tokens(later) == run_all(target, [{"k": 0, "max_tokens": 20}], is_async=False)[0][0][0]
-    own.engine.stop()
+    with own:
+        assert "the step failed: lost" in own.error(doomed)
+        later = own.submit(k=0, max_tokens=20)
+        assert own.tokens(later) == plain(target, [{"max_tokens": 20}])[0][0]
 
 
 def test_a_cancelled_request_in_flight_leaves_the_others_alone(target):
-    expected = run_all(target, [{"k": 0, "max_tokens": 40, "prompt": [2, 7]}], is_async=False)[0][0][0]
     own = Watched(target)
     cancelled, one = own.submit(k=0, max_tokens=50), own.submit([2, 7], k=0, max_tokens=40)
-    own.engine.start()
-    for _ in range(3):
-        own.next(cancelled)
-    own.engine.cancel(cancelled)
-    assert own.tokens(one) == expected
-    own.engine.stop()
+    with own:
+        for _ in range(3):
+            own.next(cancelled)
+        own.engine.cancel(cancelled)
+        assert own.tokens(one) == plain(target, [{"max_tokens": 40, "prompt": [2, 7]}])[0][0]
     assert own.engine.kv_cache_usage == 0.0
 
 
@@ -291,12 +331,74 @@ def test_future_tokens_fill_their_rows_and_a_missing_one_is_zero():
 def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch):
     """Nothing is sent to a drafter that is off, so that steps are launched before the tokens of the one before."""
     monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(0))
-    prompts = [[3, 1, 4], [2, 7], [5]]
-    expected, _ = run_all(target, [{"prompt": one, "max_tokens": 60, "k": 0} for one in prompts], is_async=False)
+    requests = [{"prompt": prompt, "max_tokens": 60} for prompt in ([3, 1, 4], [2, 7], [5])]
+    expected = plain(target, requests)
     own = Watched(target)
     stream = own.connect()
-    requests = [own.submit(prompt, max_tokens=60) for prompt in prompts]
-    assert own.run(*requests) == [tokens for tokens, _ in expected]
-    launches = [follows for what, follows, _ in own.log if what == "launch"]
-    assert own.num_ahead > len(launches) - 10
+    made = [own.submit(**one) for one in requests]
+    assert own.run(*made) == [tokens for tokens, _ in expected]
+    assert own.num_ahead > len(own.launched) - 10
     assert len(stream.steps) < 5
+
+
+def executed(*, is_done: bool | None) -> Step:
+    """A step on a GPU, whose event has passed or has not yet, or (None) on a CPU."""
+    mark: Any = SimpleNamespace(query=lambda: bool(is_done))
+    return Step((), marks=None if is_done is None else StepMarks(mark, mark, mark))
+
+
+def test_output_waits_a_few_steps_while_the_device_waits_for_us():
+    nothing: Any = None
+    delivered: list[Any] = []
+    outputs = RequestOutputs(
+        *(nothing, nothing, nothing, delivered.append, nothing, torch.device("cpu")), is_synthetic=False
+    )
+
+    def is_held(step: Step | None, committing: Step) -> bool:
+        delivered.clear()
+        outputs.refuse(nothing, ServerError("an item"))
+        outputs.deliver_behind(step, committing)
+        return not delivered
+
+    late, early, on_cpu = (executed(is_done=one) for one in (True, False, None))
+    assert [is_held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
+    assert not is_held(early, early)
+    assert not is_held(None, late)  # nothing comes after it
+    assert not is_held(early, on_cpu)
+    assert [is_held(early, late) for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])
+def test_output_that_is_held_back_loses_nothing(target, kind, monkeypatch):
+    def deliver_sometimes(outputs: RequestOutputs, *_: Any) -> None:
+        if own.engine.times.read().steps % 4 == 0:
+            outputs.deliver()
+
+    monkeypatch.setattr(RequestOutputs, "deliver_behind", deliver_sometimes)
+    requests = [{"max_tokens": 30, "k": 0, **kind}, {"prompt": [2, 7], "max_tokens": 22, "k": 0, **kind}]
+    own = Watched(target)
+    if "k" in kind:
+        own.connect()
+    made = [own.submit(**one) for one in requests]
+    with own:
+        messages = [own.messages(one) for one in made]
+    monkeypatch.undo()
+    for one, its, (tokens, _) in zip(made, messages, plain(target, requests), strict=True):
+        assert [token for item in its for token in item.token_ids] == tokens
+        assert len(its) < one.verify_steps
+        assert its[-1].statistics.verify_tokens == len(tokens) - 1
+        assert sum(flag for item in its for flag in item.drafted) == sum(its[-1].statistics.accepted)
+        if "logprobs" in kind:
+            assert sum(len(item.logprobs) for item in its) == len(tokens)
+
+
+def test_a_message_may_have_the_tokens_of_several_steps():
+    def rows(tokens: list[int], num_drafts: int = 0, **end: Any) -> Any:
+        piece = Piece(tokens, **end)
+        return SimpleNamespace(num_drafts=num_drafts, sampled=SampledTokens(tokens), piece=piece, statistics=None)
+
+    last = rows([9], finish_reason=generate_pb2.FINISH_REASON_STOP, stop_token_id=9)
+    message = response([rows([5]), rows([6, 7, 8], num_drafts=2), last])
+    assert list(message.token_ids) == [5, 6, 7, 8, 9]
+    assert list(message.drafted) == [False, True, True, False, False]
+    assert (message.finish_reason, message.stop_token_id) == (generate_pb2.FINISH_REASON_STOP, 9)

@@ -133,11 +133,10 @@ def test_no_draft_is_chosen_by_what_comes_behind_it(seed):
 class Served:
     """Rounds of `sequences` with K drafts each; acceptance by position, or with confidences that differ."""
 
-    def __init__(self, sequences: int, spread: float = 0.0, besides_s: float = DRAFT_S + HOST_S, seed: int = 0) -> None:
+    def __init__(self, sequences: int, spread: float = 0.0) -> None:
         self.budget = VerificationBudget(profile(), is_adaptive=True)
-        self.sequences, self.besides_s, self.spread = sequences, besides_s, spread
-        self.draw = np.random.default_rng(seed)
-        self.tokens = self.seconds = 0.0
+        self.sequences, self.spread = sequences, spread
+        self.draw = np.random.default_rng(0)
         self.verified: list[float] = []
 
     def survival(self) -> np.ndarray:
@@ -147,7 +146,7 @@ class Served:
 
     def run(self, rounds: int) -> float:
         """Return the tokens per second."""
-        self.tokens = self.seconds = 0.0
+        all_tokens = all_seconds = 0.0
         self.verified.clear()
         sizes = profile().sizes(self.sequences)
         for _ in range(rounds):
@@ -155,21 +154,20 @@ class Served:
             limit = self.budget.limit(self.sequences, self.sequences, self.sequences * K)
             count = np.full(self.sequences, K) if limit is None else chosen(survival, limit)
             rows = int(sizes.rows[np.searchsorted(sizes.rows, self.sequences + count.sum())])
-            seconds = pass_s(rows) + self.besides_s
+            seconds = pass_s(rows) + DRAFT_S + HOST_S
             self.budget.count_offered(survival)
             self.budget.count_step(self.sequences, rows, pass_s(rows), seconds, has_drafts=True)
-            self.tokens += self.sequences + (survival * (np.arange(K) < count[:, None])).sum()
-            self.seconds += seconds
+            all_tokens += self.sequences + (survival * (np.arange(K) < count[:, None])).sum()
+            all_seconds += seconds
             self.verified.append(float(count.mean()))
-        return self.tokens / self.seconds
+        return all_tokens / all_seconds
 
 
-def fixed(sequences: int, num_drafts: int) -> float:
+def fixed(sequences: int, num_drafts: int, rates: np.ndarray = RATES) -> float:
     """Tokens per second with so many drafts of each sequence, by the closed form."""
     sizes = profile().sizes(sequences)
     rows = int(sizes.rows[np.searchsorted(sizes.rows, sequences * (1 + num_drafts))])
-    besides_s = DRAFT_S + HOST_S if num_drafts else HOST_S
-    return sequences * (1 + RATES[:num_drafts].sum()) / (pass_s(rows) + besides_s)
+    return sequences * (1 + rates[:num_drafts].sum()) / (pass_s(rows) + DRAFT_S + HOST_S)
 
 
 @pytest.mark.parametrize("sequences", [1, 8, 32, 64, 128, 256])
@@ -197,31 +195,18 @@ def test_confidences_that_differ_gain_more(sequences):
     served = Served(sequences, spread=1.0)
     served.run(50)
     rate = served.run(100)
-    draw = np.random.default_rng(5)
-    power = np.exp(draw.standard_normal((4096, K)))
+    power = np.exp(np.random.default_rng(5).standard_normal((4096, K)))
     mean = np.cumprod(CONDITIONAL**power, axis=1).mean(0)
-    sizes = profile().sizes(sequences)
-    best = max(
-        sequences * (1 + mean[:k].sum())
-        / (pass_s(int(sizes.rows[np.searchsorted(sizes.rows, sequences * (1 + k))])) + served.besides_s)
-        for k in range(1, K + 1)
-    )
-    assert rate > 1.02 * best
+    assert rate > 1.02 * max(fixed(sequences, k, mean) for k in range(1, K + 1))
 
 
-def test_nothing_is_limited_where_no_pass_was_measured():
+@pytest.mark.parametrize(("table", "is_adaptive"), [(Profile(), True), (profile(), False)], ids=["no table", "fixed k"])
+def test_nothing_is_limited_without_a_table_or_by_a_fixed_k(table, is_adaptive):
     served = Served(256)
-    served.budget = VerificationBudget(Profile(), is_adaptive=True)
+    served.budget = VerificationBudget(table, is_adaptive=is_adaptive)
     served.run(50)
     assert set(served.verified) == {float(K)}
 
 
 def test_nothing_is_limited_before_the_first_rounds():
     assert VerificationBudget(profile(), is_adaptive=True).limit(256, 256, 256 * K) is None
-
-
-def test_without_adaptive_k_all_drafts_are_verified():
-    served = Served(256)
-    served.budget = VerificationBudget(profile(), is_adaptive=False)
-    served.run(50)
-    assert set(served.verified) == {float(K)}

@@ -73,27 +73,22 @@ def choose(target: Target, memory: GpuMemory | None = None, **options: Any) -> i
 # What is left of a GPU.
 
 
-def test_the_cache_gets_what_libraries_and_activations_leave(monkeypatch):
-    gpu = FakeGpu(monkeypatch, foreign=5 * GIB)
+@pytest.mark.parametrize(
+    ("foreign", "libraries", "utilization", "step", "left"),
+    [
+        (5, 1, 0.9, 2, 90 - 16 - 1 - 2 * 2),
+        (40, 0, 0.3, 0, 30 - 16),
+        (40, 0, 0.9, 2, 100 - 40 - 16 - 2 * 2),  # memory of other processes is not given to the cache
+        (0, 0, 0.1, 0, 0),  # the weights fill the share
+    ],
+)
+def test_the_cache_gets_what_others_and_activations_leave(monkeypatch, foreign, libraries, utilization, step, left):
+    """GiB of other processes, of libraries that loading has brought, of the largest step, and for the cache."""
+    gpu = FakeGpu(monkeypatch, foreign * GIB)
     memory = GpuMemory(DEVICE)
     gpu.take(16 * GIB)
-    gpu.foreign += 1 * GIB  # libraries that loading has brought
-    assert memory.left_for_cache(0.9, lambda: gpu.take(2 * GIB)) == (90 - 16 - 1 - 2 * 2) * GIB
-
-
-def test_what_others_hold_is_not_given_to_the_cache(monkeypatch):
-    gpu = FakeGpu(monkeypatch, foreign=40 * GIB)
-    memory = GpuMemory(DEVICE)
-    gpu.take(16 * GIB)
-    assert memory.left_for_cache(0.3, lambda: None) == (30 - 16) * GIB
-    assert memory.left_for_cache(0.9, lambda: gpu.take(2 * GIB)) == (100 - 40 - 16 - 2 * 2) * GIB
-
-
-def test_nothing_is_left_of_a_share_that_the_weights_fill(monkeypatch):
-    gpu = FakeGpu(monkeypatch)
-    memory = GpuMemory(DEVICE)
-    gpu.take(16 * GIB)
-    assert memory.left_for_cache(0.1, lambda: None) == 0
+    gpu.foreign += libraries * GIB
+    assert memory.left_for_cache(utilization, lambda: gpu.take(step * GIB)) == left * GIB
 
 
 def test_a_largest_step_that_does_not_fit_is_told(monkeypatch):

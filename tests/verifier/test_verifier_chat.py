@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from odd_tokenizers import VOCAB, answers, codec_of, served, word_tokenizer
+from service_scene import error_of, play
 from tiny_targets import CONTEXT
 
 from draftwire.client.request import build_request
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import GenerationStub
 from models import make_tokenizer
 from verifier_service.api.statuses import MAX_TEXT_BYTES
 from verifier_service.core.tokenizer import MOST_HELD, TextCodec
@@ -144,41 +142,26 @@ def test_options_of_messages_need_messages() -> None:
         build_request("text", {"tools": [{}]})
 
 
-def calls(codec: TextCodec | None, *made: Callable[[GenerationStub], Awaitable[Any]]) -> list[Any]:
-    """Answers of a verifier to calls, or what they are refused with."""
-
-    async def run() -> list[Any]:
-        async with served(codec) as stub:
-            return await asyncio.gather(*(call(stub) for call in made), return_exceptions=True)
-
-    return asyncio.run(run())
-
-
-def test_tokenize_returns_what_generate_takes(tmp_path: Path) -> None:
-    codec = codec_of(word_tokenizer(added=["<s>"]), tmp_path)
-    long = " ".join(["w3"] * CONTEXT)  # too long for Generate
-    text, messages, too_long, back, whole = calls(
-        codec,
-        lambda stub: stub.Tokenize(pb.TokenizeRequest(text="w2 w4")),
-        lambda stub: stub.Tokenize(pb.TokenizeRequest(chat=chat([{"role": "user", "content": "w5 w1"}]))),
-        lambda stub: stub.Tokenize(pb.TokenizeRequest(text=long)),
-        lambda stub: stub.Detokenize(pb.DetokenizeRequest(token_ids=[2, 4])),
-        lambda stub: stub.Detokenize(pb.DetokenizeRequest()),
-    )
+@play
+async def test_tokenize_returns_what_generate_takes(tmp_path: Path) -> None:
+    async with served(codec_of(word_tokenizer(added=["<s>"]), tmp_path)) as stub:
+        text = await stub.Tokenize(pb.TokenizeRequest(text="w2 w4"))
+        messages = await stub.Tokenize(pb.TokenizeRequest(chat=chat([{"role": "user", "content": "w5 w1"}])))
+        too_long = await stub.Tokenize(pb.TokenizeRequest(text=" ".join(["w3"] * CONTEXT)))
+        back = await stub.Detokenize(pb.DetokenizeRequest(token_ids=[2, 4]))
+        nothing = await stub.Detokenize(pb.DetokenizeRequest())
     assert (list(text.token_ids), text.max_model_len) == ([2, 4], CONTEXT)
     assert list(messages.token_ids) == [5, 1]
-    assert list(too_long.token_ids) == [3] * CONTEXT
-    assert (back.text, whole.text) == ("w2 w4", "")
+    assert list(too_long.token_ids) == [3] * CONTEXT  # Generate would refuse it
+    assert (back.text, nothing.text) == ("w2 w4", "")
 
 
-def test_detokenize_leaves_special_tokens_out_unless_told(tmp_path: Path) -> None:
-    codec = codec_of(word_tokenizer(num_words=VOCAB - 1, added=["<s>"]), tmp_path)
+@play
+async def test_detokenize_leaves_special_tokens_out_unless_told(tmp_path: Path) -> None:
     ids = [3, VOCAB - 1, 4]
-    without, with_special = calls(
-        codec,
-        lambda stub: stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)),
-        lambda stub: stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)),
-    )
+    async with served(codec_of(word_tokenizer(num_words=VOCAB - 1, added=["<s>"]), tmp_path)) as stub:
+        without = await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))
+        with_special = await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False))
     assert (without.text, with_special.text) == ("w3 w4", "w3 <s> w4")
 
 
@@ -200,18 +183,20 @@ def test_many_tokens_are_decoded_to_the_same_text(codec: TextCodec) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_tokenised_is_refused(tmp_path: Path, request_: Any, words: str) -> None:
-    name = "Tokenize" if isinstance(request_, pb.TokenizeRequest) else "Detokenize"
-    (error,) = calls(codec_of(word_tokenizer(), tmp_path), lambda stub: getattr(stub, name)(request_))
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert words in error.details()
+@play
+async def test_what_cannot_be_tokenised_is_refused(tmp_path: Path, request_: Any, words: str) -> None:
+    async with served(codec_of(word_tokenizer(), tmp_path)) as stub:
+        call = stub.Tokenize if isinstance(request_, pb.TokenizeRequest) else stub.Detokenize
+        code, details = await error_of(call(request_))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert words in details
 
 
-def test_without_a_tokenizer_both_are_refused() -> None:
-    for error in calls(
-        None,
-        lambda stub: stub.Tokenize(pb.TokenizeRequest(text="w1")),
-        lambda stub: stub.Detokenize(pb.DetokenizeRequest(token_ids=[1])),
-    ):
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "this server has no tokenizer" in error.details()
+@play
+async def test_without_a_tokenizer_both_are_refused() -> None:
+    async with served(None) as stub:
+        tokenize = stub.Tokenize(pb.TokenizeRequest(text="w1"))
+        for call in (tokenize, stub.Detokenize(pb.DetokenizeRequest(token_ids=[1]))):
+            code, details = await error_of(call)
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert "this server has no tokenizer" in details

@@ -1,59 +1,47 @@
-"""The engine: what ends one request or one stream alone, and what ends everything."""
+"""The engine: what ends one request or everything, and what happens while a step is in flight."""
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from drafting_scene import RecordedStream, answer_to, make_head, rows_of, tokens_of
-from engine_scene import HIDDEN, NUM_LAYERS, WAIT_S, K, Served, scheduling  # noqa: F401
+from drafting_scene import RecordedStream, answer_to, make_head
+from engine_scene import HIDDEN, NUM_LAYERS, WAIT_S, K, Served, features_of
 from tiny_targets import VOCAB
 
 from draftwire.model.kv_cache import BLOCK_SIZE
-from draftwire.model.tensors import decode_tensor, encode_tensor
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
-from verifier_service.drafters import audit, features, placement
+from verifier_service.drafters import audit, features
+from verifier_service.drafters import session as draft_session
 from verifier_service.drafters.stream import Answered, Disconnected
 from verifier_service.engine import executor, outputs
 from verifier_service.engine.step import Stage, Step
-from verifier_service.pacing import DraftingPolicy
 from verifier_service.target.target import Target
 
 pytestmark = pytest.mark.usefixtures("scheduling")
 
+PROMPT = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
 REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 
 
 @pytest.fixture
 def served(target: Target) -> Iterator[Served]:
-    own = Served(target)
-    own.engine.start()
-    yield own
-    own.engine.stop()
+    with Served(target) as own:
+        yield own
 
 
 @pytest.fixture(scope="module")
 def greedy(target: Target) -> list[int]:
     """What the target says without drafts."""
     own = Served(target)
-    own.engine.start()
-    tokens = own.tokens(own.submit())
-    own.engine.stop()
+    (tokens,) = own.run(own.submit())
     assert len(set(tokens)) > 3
     return tokens
-
-
-def test_drafts_are_verified_and_change_no_output(served, greedy):
-    stream = served.connect()
-    one = served.submit()
-    assert served.tokens(one) == greedy
-    assert sum(one.drafted) > 0
-    assert stream.failure is None
 
 
 def test_an_answer_without_drafts_keeps_no_step_waiting(target, monkeypatch):
@@ -95,31 +83,29 @@ def test_the_drafter_has_a_step_before_its_output_is_delivered(target, monkeypat
 
 def test_a_prompt_with_a_cached_beginning_continues_from_there(served):
     stream = served.connect()
-    prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
-    first = served.submit(prompt)
+    first = served.submit(PROMPT)
     output = served.tokens(first)
-    second = served.submit(prompt)
-    third = served.submit([*prompt, *output, 1])
+    second = served.submit(PROMPT)
+    third = served.submit([*PROMPT, *output, 1])
     assert served.tokens(second) == output
     served.tokens(third)
     assert [one.num_prefix_hits for one in (first, second, third)] == [0, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE]
     counters = served.engine.counters()
     assert counters.prefix_hit_rows == 4 * BLOCK_SIZE
-    assert counters.prompt_rows == len(prompt) + 3 + 3 + len(output) + 1
-    computed = features_of(stream, 1)
+    assert counters.prompt_rows == len(PROMPT) + 3 + 3 + len(output) + 1
+    computed = features_of(stream.steps, 1)
     for sequence in (2, 3):
-        sent = features_of(stream, sequence)
+        sent = features_of(stream.steps, sequence)
         assert torch.equal(sent[: 2 * BLOCK_SIZE], computed[: 2 * BLOCK_SIZE])
-        torch.testing.assert_close(sent[: len(prompt)], computed[: len(prompt)], rtol=0, atol=1e-3)
+        torch.testing.assert_close(sent[: len(PROMPT)], computed[: len(PROMPT)], rtol=0, atol=1e-3)
 
 
 def test_a_prefix_older_than_the_drafter_is_computed_again(served):
-    prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
-    output = served.tokens(served.submit(prompt))
+    output = served.tokens(served.submit(PROMPT))
     stream = served.connect()
-    plain, drafting, again = (served.submit(prompt, k=k) for k in (0, K, K))
+    plain, drafting, again = (served.submit(PROMPT, k=k) for k in (0, K, K))
     assert [served.tokens(one) for one in (plain, drafting, again)] == [output] * 3
-    later = served.submit(prompt)
+    later = served.submit(PROMPT)
     assert served.tokens(later) == output
     assert plain.num_prefix_hits == later.num_prefix_hits == 2 * BLOCK_SIZE
     assert drafting.num_prefix_hits == 0
@@ -127,21 +113,9 @@ def test_a_prefix_older_than_the_drafter_is_computed_again(served):
     assert all(row == 0 for step in stream.steps for row in step.opened.first_rows)
 
 
-def features_of(stream: RecordedStream, sequence: int) -> torch.Tensor:
-    """All features that a drafter was sent of a sequence, row after row."""
-    rows = []
-    for step in (step for step in stream.steps if step.num_rows):
-        features = decode_tensor(step.features, "features", torch.float32, (sum(step.num_rows), 2 * HIDDEN))
-        parts = dict(zip(step.sequence_ids, features.split(list(step.num_rows)), strict=True))
-        rows += [parts[sequence]] if sequence in parts else []
-    return torch.cat(rows)
-
-
 def test_rows_of_a_request_that_failed_are_computed_again(served, greedy, target, monkeypatch):
-    prompt = [(5 * i) % VOCAB for i in range(2 * BLOCK_SIZE + 3)]
-    expected = served.tokens(served.submit(prompt))
-    own = Served(target)
-    own.engine.start()
+    other = Served(target)
+    (expected,) = other.run(other.submit(PROMPT))
     forward = target.forward
 
     def spoil(*arguments: Any) -> Any:
@@ -149,13 +123,12 @@ def test_rows_of_a_request_that_failed_are_computed_again(served, greedy, target
         return output._replace(logits=torch.full_like(output.logits, torch.nan))
 
     monkeypatch.setattr(target, "forward", spoil)
-    assert "not finite" in own.error(own.submit(prompt))
+    assert "not finite" in served.error(served.submit(PROMPT))
     monkeypatch.setattr(target, "forward", forward)
-    second = own.submit(prompt)
-    assert own.tokens(second) == expected
+    second = served.submit(PROMPT)
+    assert served.tokens(second) == expected
     assert second.num_prefix_hits == 0
-    assert own.tokens(own.submit()) == greedy
-    own.engine.stop()
+    assert served.tokens(served.submit()) == greedy
 
 
 def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
@@ -170,58 +143,6 @@ def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
     assert served.tokens(one) == greedy
     assert one.accepted == one.drafted
     assert one.verify_steps == 3  # 12 tokens: one with the prompt, then 4, 4 and 3
-
-
-@pytest.mark.full
-def test_output_stays_the_same_while_the_number_of_drafts_jumps(target, monkeypatch):
-    """From step to step between none and all, the drafter given up and taken up again."""
-    draw = random.Random(0)
-
-    monkeypatch.setattr(placement, "MAX_PAUSED_ROWS", 0)
-    monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(draw.randrange(K + 1)))
-    own = Served(target, draft_deadline_s=WAIT_S)
-    prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
-    own.engine.start()
-    alone = [own.tokens(own.submit(prompt, max_tokens=50)) for prompt in prompts]
-    texts = {tuple(prompt): prompt + tokens for prompt, tokens in zip(prompts, alone, strict=True)}
-    stream = own.connect()
-    sequences: dict[int, list[int]] = {}  # each sequence's prompt and all that the target says after it
-
-    def answer(step: pb.DraftStep) -> None:
-        """Each second draft is what the target says, as far as it is known which sequence it is."""
-        tokens = tokens_of(step) if step.num_rows else []
-        drafts = pb.Drafts(step_id=step.step_id)
-        drawn: list[int] = []
-        end = 0
-        for (sequence_id, first, rows), wanted in zip(rows_of(step), step.num_drafts, strict=True):
-            end += rows
-            if sequence_id not in sequences:
-                own_rows = tokens[end - rows : end]
-                sequences[sequence_id] = next(
-                    (text for text in texts.values() if text[first + 1 : first + 1 + rows] == own_rows), [0] * 64
-                )
-            if wanted:
-                length = first + rows + 1
-                drafts.sequence_ids.append(sequence_id)
-                drafts.statuses.append(pb.SEQUENCE_STATUS_OK)
-                drafts.committed_lengths.append(length)
-                drafts.last_tokens.append(tokens[end - 1])
-                text = sequences[sequence_id] + [0] * K
-                made = [text[length + j] if draw.random() < 0.7 else 11 for j in range(wanted)]
-                drafts.num_drafts.append(len(made))
-                drawn += made
-        encode_tensor(torch.tensor(drawn, dtype=torch.int32), drafts.tokens)
-        own.engine.post(Answered(stream, drafts))
-
-    stream.on_send = answer
-    requests = [own.submit(prompt, max_tokens=50) for prompt in prompts]
-    assert [own.tokens(one) for one in requests] == alone
-    own.engine.stop()
-    assert stream.failure is None
-    counts = {wanted for step in stream.steps for wanted in step.num_drafts}
-    assert counts == set(range(K + 1))
-    assert any(step.closed_ids for step in stream.steps[:-1])  # given up on the way
-    assert sum(sum(one.accepted) for one in requests) > 10
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_later_one(served, greedy, target, monkeypatch):
@@ -320,11 +241,9 @@ def test_a_drafter_that_goes_before_the_step_fails_no_request(target, monkeypatc
     own = Served(target, DENSE)
     brief = connect_briefly(own)
     requests = [own.submit(temperature=temperature) for temperature in (0.0, 1.0, 1.0)]
-    own.engine.start()
-    assert [len(own.tokens(one)) for one in requests] == [12, 12, 12]
+    assert [len(tokens) for tokens in own.run(*requests)] == [12, 12, 12]
     assert [one.drafted for one in requests] == [[0, 0, 0]] * 3
     assert len(brief.steps) == 1
-    own.engine.stop()
 
 
 def test_drafts_of_heads_of_different_vocabularies_share_a_step(target, monkeypatch):
@@ -340,9 +259,7 @@ def test_drafts_of_heads_of_different_vocabularies_share_a_step(target, monkeypa
 
     own.on_stage(Stage.SAMPLED, note)
     requests = [own.submit(temperature=1.0) for _ in range(4)]
-    own.engine.start()
-    assert [len(own.tokens(one)) for one in requests] == [12] * 4
-    own.engine.stop()
+    assert [len(tokens) for tokens in own.run(*requests)] == [12] * 4
     assert {len(REDUCED), VOCAB - 1} in widths
     assert [stream.failure for stream in streams] == [None, None]
 
@@ -356,10 +273,9 @@ def test_a_failure_outside_a_step_ends_all_requests_and_is_told(target, monkeypa
 
     monkeypatch.setattr(own.engine.drafting, "handle", handle)
     own.engine.post(Disconnected(RecordedStream(make_head())))
-    own.engine.start()
-    assert [own.error(one) for one in requests] == ["the engine failed: no Disconnected"] * 3
-    assert own.has_failed.wait(WAIT_S)
-    own.engine.stop()
+    with own:
+        assert [own.error(one) for one in requests] == ["the engine failed: no Disconnected"] * 3
+        assert own.has_failed.wait(WAIT_S)
 
 
 def test_stop_gives_the_requests_that_are_left_an_error(target):
@@ -367,8 +283,98 @@ def test_stop_gives_the_requests_that_are_left_an_error(target):
     stream = own.connect()
     stream.on_send = lambda _: None  # without a deadline its requests wait
     requests = [own.submit() for _ in range(3)]
-    own.engine.start()
-    assert isinstance(own.next(requests[0]), generate_pb2.GenerateResponse)
-    own.engine.stop()
+    with own:
+        assert isinstance(own.next(requests[0]), generate_pb2.GenerateResponse)
     assert [own.error(one) for one in requests] == ["the server is shutting down"] * 3
     assert not own.has_failed.is_set()
+
+
+
+@pytest.mark.parametrize("prompt", [5, 40])
+def test_no_row_without_features_is_sent(target, prompt):
+    """A drafter connects while a step is in flight, whose rows its store has not."""
+    own = Served(target, max_prefill_rows=16)
+    streams: list[RecordedStream | None] = []
+    own.on_stage(Stage.SAMPLED, lambda _: streams.append(own.connect() if len(streams) == 1 else None))
+    own.run(own.submit([1 + i % 7 for i in range(prompt)], max_tokens=12))
+    stream = streams[1]
+    assert stream is not None
+    assert features_of(stream.steps).any(dim=1).all()
+
+
+@pytest.mark.parametrize("kind", [{"presence_penalty": 0.5}, pytest.param({"min_tokens": 50}, marks=pytest.mark.full)])
+def test_requests_without_drafts_share_steps(target, kind):
+    """The second arrives while a step of the first is in flight."""
+    own = Served(target)
+    sizes: list[int] = []
+    made: list[Any] = []
+
+    def act(step: Step) -> None:
+        sizes.append(len(step.rows))
+        if len(sizes) == 4:
+            made.append(own.submit([2, 7], k=0, max_tokens=50, **kind))
+
+    own.on_stage(Stage.SAMPLED, act)
+    first = own.submit(k=0, max_tokens=50, **kind)
+    with own:
+        own.tokens(first)
+        own.tokens(made[0])
+    assert sizes.count(1) < 12, sizes
+
+
+def test_a_lost_drafter_frees_its_requests(target, monkeypatch):
+    monkeypatch.setattr(draft_session, "LOST_AFTER_S", 0.3)
+    own = Served(target)
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    one = own.submit(max_tokens=12)
+    own.run(one)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number):
+    own = Served(target, max_num_seqs=1)
+    calls: list[Step] = []
+
+    def fail(step: Step) -> None:
+        calls.append(step)
+        if len(calls) == number:
+            raise RuntimeError("lost")
+
+    own.on_stage(Stage.RELEASED, fail)
+    first, second = own.submit(k=0), own.submit(k=0)
+    with own:
+        assert "lost" in own.error(first)
+        own.tokens(second)
+
+
+@pytest.mark.full
+def test_one_missed_deadline_costs_one_step_without_drafts(target):
+    """The late answer comes while the step without its drafts is in flight."""
+    own = Served(target, draft_deadline_s=0.5, adaptive_k=False)
+    stream = own.connect()
+    answer = stream.on_send
+    held: list[Any] = []
+    asked: list[Any] = []
+    drafts: list[int] = []
+
+    def on_send(step: Any) -> None:
+        if any(step.num_drafts):
+            asked.append(step)
+        if len(asked) == 3 and asked[-1] is step:
+            held.append(step)
+        else:
+            answer(step)
+
+    def act(step: Step) -> None:
+        drafts.append(sum(row.num_drafts for row in step.rows))
+        if held:
+            answer(held.pop())
+
+    stream.on_send = on_send
+    own.on_stage(Stage.SAMPLED, act)
+    one = own.submit(max_tokens=40)
+    own.run(one)
+    assert drafts[1:-1].count(0) == 1, drafts
+    causes = Counter({generate_pb2.FallbackCause.Name(c.cause): c.tokens for c in own.engine.counters().fallbacks})
+    assert causes["FALLBACK_CAUSE_LATE"] == 1, causes

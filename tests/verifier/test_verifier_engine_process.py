@@ -7,20 +7,29 @@ import multiprocessing
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
-from service_scene import MAX_TOKENS, WAIT_S, EngineThread, make_host, outputs_of, request, served
+from service_scene import (
+    MAX_TOKENS,
+    WAIT_S,
+    EngineThread,
+    error_of,
+    make_host,
+    outputs_of,
+    play,
+    request,
+    served,
+    stub_of,
+    tokens_of,
+)
 from waiting import wait_for
 
 from draftwire.contract.errors import DraftwireError, InvalidArgumentError, QueueFullError, ServerError
 from draftwire.contract.retry import retry_after_s
 from draftwire.contract.validation import build_sampling_params
 from draftwire.v1 import generate_pb2 as pb
-from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service.core.request import NoiseKeys
 from verifier_service.engine import outputs
 from verifier_service.host import process as engine_process
@@ -28,6 +37,8 @@ from verifier_service.host.access import Submission
 from verifier_service.host.channel import Outbox, pack, receive
 from verifier_service.host.host import EngineHost
 from verifier_service.options import VerifierOptions
+
+INTERNAL = grpc.StatusCode.INTERNAL
 
 
 def test_output_is_the_same_behind_a_socket():
@@ -42,11 +53,7 @@ def test_output_is_the_same_behind_a_socket():
 
     async def answers(*, behind_socket: bool) -> list[Any]:
         seen: list[Any] = []
-        async with (
-            served(behind_socket=behind_socket).serve() as address,
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            stub = GenerationStub(channel)
+        async with stub_of(served(behind_socket=behind_socket)) as stub:
             for one in requests:
                 try:
                     messages = await outputs_of(stub.Generate(one))
@@ -74,41 +81,36 @@ def test_output_is_the_same_behind_a_socket():
     assert direct[5].counters.verify_steps > 0
 
 
-def test_a_full_queue_says_when_to_come_again():
-    async def run() -> None:
-        async with served().serve() as address, grpc.aio.insecure_channel(address) as channel:
-            stub = GenerationStub(channel)
-            calls = [stub.Generate(request()) for _ in range(5)]
-            ended = await asyncio.gather(*map(outputs_of, calls), return_exceptions=True)
-            refused = [one for one in ended if isinstance(one, grpc.RpcError)]
-            assert 0 < len(refused) < len(calls)
-            for one in refused:
-                assert one.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert one.details() == "the queue is full: 1 requests are waiting; try again later"
-                assert retry_after_s(one.trailing_metadata()) > 0
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+@play
+async def test_a_full_queue_says_when_to_come_again():
+    async with stub_of(served()) as stub:
+        calls = [stub.Generate(request()) for _ in range(5)]
+        ended = await asyncio.gather(*map(outputs_of, calls), return_exceptions=True)
+        refused = [one for one in ended if isinstance(one, grpc.RpcError)]
+        assert 0 < len(refused) < len(calls)
+        for one in refused:
+            assert one.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert one.details() == "the queue is full: 1 requests are waiting; try again later"
+            assert retry_after_s(one.trailing_metadata()) > 0
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
-def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
-    async def run() -> None:
-        one = served()
-        # It would run for as long as the test may.
-        pause = threading.Event()
-        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
-            slow_down(one.host, pause)
-            call = GenerationStub(channel).Generate(request(), timeout=5.0 if how == "deadline" else None)
-            await call.read()
-            assert one.host.engine.scheduler.running
-            if how == "cancelled":
-                call.cancel()
-            while one.host.engine.scheduler.running:
-                await asyncio.sleep(0.01)
-            assert one.host.engine.counters().verify_steps < MAX_TOKENS - 1
-            pause.set()
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+@play
+async def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
+    one = served()
+    # It would run for as long as the test may.
+    pause = threading.Event()
+    async with stub_of(one) as stub:
+        slow_down(one.host, pause)
+        call = stub.Generate(request(), timeout=5.0 if how == "deadline" else None)
+        await call.read()
+        assert one.host.engine.scheduler.running
+        if how == "cancelled":
+            call.cancel()
+        while one.host.engine.scheduler.running:
+            await asyncio.sleep(0.01)
+        assert one.host.engine.counters().verify_steps < MAX_TOKENS - 1
+        pause.set()
 
 
 def slow_down(host: EngineHost, until: threading.Event) -> None:
@@ -122,95 +124,69 @@ def slow_down(host: EngineHost, until: threading.Event) -> None:
     host.engine.times.count_step = count_slowly  # type: ignore[method-assign]
 
 
-def test_loss_of_the_process_ends_present_and_later_requests():
-    async def run() -> None:
-        one = served()
-        pause = threading.Event()
-        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
-            slow_down(one.host, pause)
-            stub = GenerationStub(channel)
-            calls = [stub.Generate(request()) for _ in range(3)]
-            while not one.host.engine.scheduler.running:  # of more requests than run at once any may be the first
-                await asyncio.sleep(0.01)
-            one.process.kill()
-            for call in [*calls, stub.Generate(request())]:
-                with pytest.raises(grpc.RpcError) as ended:
-                    await outputs_of(call)
-                assert ended.value.code() == grpc.StatusCode.INTERNAL
-                details = "the engine's process has ended unexpectedly; the server's log has the cause"
-                assert ended.value.details() == details
-            with pytest.raises(grpc.RpcError) as unanswered:
-                await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
-            assert unanswered.value.code() == grpc.StatusCode.UNAVAILABLE
-            await asyncio.to_thread(one.has_failed.wait, WAIT_S)
-            pause.set()
-        assert one.has_failed.is_set()
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+@play
+async def test_loss_of_the_process_ends_present_and_later_requests():
+    one = served()
+    pause = threading.Event()
+    async with stub_of(one) as stub:
+        slow_down(one.host, pause)
+        calls = [stub.Generate(request()) for _ in range(3)]
+        while not one.host.engine.scheduler.running:  # of more requests than run at once any may be the first
+            await asyncio.sleep(0.01)
+        one.process.kill()
+        for call in [*calls, stub.Generate(request())]:
+            details = "the engine's process has ended unexpectedly; the server's log has the cause"
+            assert await error_of(outputs_of(call)) == (INTERNAL, details)
+        code, _ = await error_of(stub.GetVerifierInfo(pb.GetVerifierInfoRequest()))
+        assert code == grpc.StatusCode.UNAVAILABLE
+        await asyncio.to_thread(one.has_failed.wait, WAIT_S)
+        pause.set()
+    assert one.has_failed.is_set()
 
 
-def test_an_engine_that_fails_ends_its_requests_and_says_so(monkeypatch):
-    async def run() -> None:
-        one = served()
+@play
+async def test_an_engine_that_fails_ends_its_requests_and_says_so(monkeypatch):
+    one = served()
 
-        def fail(*_: Any, **__: Any) -> None:
-            raise RuntimeError("out of order")
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of order")
 
-        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
-            monkeypatch.setattr(outputs, "check_context", fail)
-            monkeypatch.setattr(one.host.engine.times, "count_step", fail)
-            with pytest.raises(grpc.RpcError) as ended:
-                await outputs_of(GenerationStub(channel).Generate(request()))
-            assert ended.value.code() == grpc.StatusCode.INTERNAL
-            assert ended.value.details() == "the engine failed: out of order"
-            assert await asyncio.to_thread(one.has_failed.wait, WAIT_S)
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    async with stub_of(one) as stub:
+        monkeypatch.setattr(outputs, "check_context", fail)
+        monkeypatch.setattr(one.host.engine.times, "count_step", fail)
+        assert await error_of(outputs_of(stub.Generate(request()))) == (INTERNAL, "the engine failed: out of order")
+        assert await asyncio.to_thread(one.has_failed.wait, WAIT_S)
 
 
-def test_a_call_that_cannot_be_told_or_taken_ends_alone():
-    async def run() -> None:
-        one = served()
-        host = one.host
-        info, submit = host.info, host.submit
-        async with one.serve() as address, grpc.aio.insecure_channel(address) as channel:
-            stub = GenerationStub(channel)
+@play
+async def test_a_call_that_cannot_be_told_or_taken_ends_alone():
+    one = served()
+    host = one.host
+    info, submit = host.info, host.submit
+    async with stub_of(one) as stub:
 
-            def fail(*_: Any) -> None:
-                host.info, host.submit = info, submit
-                raise OSError("too many open files")
+        def fail(*_: Any) -> None:
+            host.info, host.submit = info, submit
+            raise OSError("too many open files")
 
-            host.info = fail
-            with pytest.raises(grpc.RpcError) as unanswered:
-                await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())
-            assert unanswered.value.code() == grpc.StatusCode.INTERNAL
-            assert (await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())).max_num_seqs == 2
-            host.submit = fail
-            with pytest.raises(grpc.RpcError) as refused:
-                await outputs_of(stub.Generate(request()))
-            assert refused.value.code() == grpc.StatusCode.INTERNAL
-            assert refused.value.details() == "the request cannot be submitted: too many open files"
-            assert is_whole(await outputs_of(stub.Generate(request())))
-        assert not one.has_failed.is_set()
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
-
-
-@contextmanager
-def engine_alone() -> Iterator[tuple[EngineHost, socket.socket]]:
-    host = make_host()
-    process = EngineThread(host)
-    try:
-        yield host, process.connection
-    finally:
-        process.connection.close()
-        process.join()
+        host.info = fail
+        code, _ = await error_of(stub.GetVerifierInfo(pb.GetVerifierInfoRequest()))
+        assert code == INTERNAL
+        assert (await stub.GetVerifierInfo(pb.GetVerifierInfoRequest())).max_num_seqs == 2
+        host.submit = fail
+        details = "the request cannot be submitted: too many open files"
+        assert await error_of(outputs_of(stub.Generate(request()))) == (INTERNAL, details)
+        assert is_whole(await outputs_of(stub.Generate(request())))
+    assert not one.has_failed.is_set()
 
 
 def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
     """The output of ten requests is more than the socket holds; not a byte of it is read before all have ended."""
     params = build_sampling_params(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=15)
-    with engine_alone() as (host, connection):
+    host = make_host()
+    process = EngineThread(host)
+    connection = process.connection
+    try:
         assert receive(connection) == ("ready", host.facts)
         output: dict[int, list[pb.GenerateResponse]] = {}
         for number in range(10):
@@ -224,13 +200,16 @@ def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
             assert kind == "deliver"
             for number, data in items:
                 output.setdefault(number, []).append(pb.GenerateResponse.FromString(data))
-    tokens = [[token for message in messages for token in message.token_ids] for messages in output.values()]
+    finally:
+        connection.close()
+        process.join()
+    tokens = list(map(tokens_of, output.values()))
     assert tokens == 10 * [tokens[0]]
     assert sum(message.ByteSize() for messages in output.values() for message in messages) > 10 * 4096
 
 
 def is_whole(messages: list[pb.GenerateResponse]) -> bool:
-    return sum(len(message.token_ids) for message in messages) == MAX_TOKENS
+    return len(tokens_of(messages)) == MAX_TOKENS
 
 
 def test_messages_larger_than_the_socket_come_whole_and_in_order():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from drafter_scene import move, start
 from drafting_scene import Clock, Scene, answer_to, refusal_of
 from engine_scene import Served, make_target
 from prometheus_client import generate_latest
@@ -25,154 +26,125 @@ STEP_TIME = "draftwire_step_time_seconds"
 Played = tuple[Scene, Request]
 
 
-def not_asked(clock: Clock) -> Played:  # noqa: ARG001
+def connected(**head: Any) -> Scene:
     scene = Scene()
-    scene.connect()
-    return scene, scene.decode(k=0)
+    scene.connect(**head)
+    return scene
 
 
-def last_token(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    scene.connect()
-    return scene, scene.decode(max_tokens=2)
-
-
-def no_drafter(clock: Clock) -> Played:  # noqa: ARG001
+def no_drafter() -> Played:
     scene = Scene()
     return scene, scene.decode()
 
 
-def no_drafter_any_more(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    stream = scene.connect()
-    one = scene.decode()
-    scene.flush()
+def no_drafter_any_more() -> Played:
+    scene, stream, one = start()
     scene.disconnect(stream)
     return scene, one
 
 
-def expelled(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    stream = scene.connect()
-    one = scene.decode()
-    scene.flush()
+def expelled() -> Played:
+    scene, stream, one = start()
     wrong = answer_to(stream.last)
     wrong.step_id += 1
     scene.answer(stream, wrong)
     return scene, one
 
 
-def expelled_by_connection(clock: Clock) -> Played:  # noqa: ARG001
+def expelled_by_connection() -> Played:
     """For a message that does not even reach the engine."""
-    scene = Scene()
-    stream = scene.connect()
-    one = scene.decode()
-    scene.flush()
+    scene, stream, one = start()
     stream.fail("its answer cannot be decoded", expel=True)
     scene.disconnect(stream)
     return scene, one
 
 
-def at_capacity(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    scene.connect(max_sequences=1)
+def at_capacity() -> Played:
+    scene = connected(max_sequences=1)
     scene.decode()
     return scene, scene.decode()
 
 
-def too_long(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    scene.connect(max_model_len=3)
+def too_long() -> Played:
+    scene = connected(max_model_len=3)
     return scene, scene.decode(4)
 
 
-def not_taken(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    stream = scene.connect()
-    one = scene.decode()
-    scene.flush()
+def not_taken() -> Played:
+    scene, stream, one = start()
     scene.answer(stream, refusal_of(stream.last, pb.SEQUENCE_STATUS_NO_CAPACITY))
     return scene, one
 
 
-def late(clock: Clock) -> Played:
-    scene = Scene(deadline_s=DEADLINE_S)
-    scene.connect()
-    one = scene.decode()
-    scene.flush()
-    clock.now += 2 * DEADLINE_S
-    assert scene.drafting.wait_policy.is_ready(one)
-    return scene, one
-
-
-def late_for_all(clock: Clock) -> Played:
-    scene, _ = late(clock)
-    return scene, scene.decode()
-
-
-def catching_up(clock: Clock) -> Played:  # noqa: ARG001
+def catching_up() -> Played:
     scene = Scene()
-    stream = scene.connect()
-    one = scene.decode(1000)
-    scene.disconnect(stream)
-    scene.flush()
-    scene.connect()
+    _, (one,) = move(scene, 1000)
     return scene, one
 
 
-def on_its_way(clock: Clock) -> Played:  # noqa: ARG001
-    """Where k adapts nothing is asked for behind a prompt."""
+def adaptive(prompt_length: int) -> Played:
     scene = Scene(adaptive_k=True, deadline_s=DEADLINE_S)
     scene.connect()
-    return scene, scene.decode(100)
+    return scene, scene.decode(prompt_length)
 
 
-def no_features(clock: Clock) -> Played:  # noqa: ARG001
+def no_features() -> Played:
     scene = Scene()
     one = scene.decode()
     scene.connect()
     return scene, one
 
 
-def pace(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene(adaptive_k=True, deadline_s=DEADLINE_S)
-    scene.connect()
-    one = scene.decode()
+def paused() -> Played:
+    scene, one = adaptive(4)
     for session in scene.drafting.sessions.values():
         session.pace.policy.pin(0)
     return scene, one
 
 
-def empty_answer(clock: Clock) -> Played:  # noqa: ARG001
-    scene = Scene()
-    stream = scene.connect()
-    one = scene.decode()
-    scene.flush()
+def empty_answer() -> Played:
+    scene, stream, one = start()
     scene.answer(stream, answer_to(stream.last, []))
     return scene, one
 
 
-CASES: list[Callable[[Clock], Played]] = [
-    not_asked, last_token, no_drafter, no_drafter_any_more, expelled, expelled_by_connection, at_capacity, too_long,
-    not_taken, late, late_for_all, catching_up, on_its_way, no_features, pace, empty_answer,
-]  # fmt: skip
-NAMES = {
-    no_drafter_any_more: "no_drafter",
-    expelled_by_connection: "expelled",
-    late_for_all: "late",
-    on_its_way: "catching_up",
+CASES: dict[str, tuple[Callable[[], Played], str]] = {
+    "not asked": (lambda: start(k=0)[::2], "not_asked"),
+    "last token": (lambda: start(max_tokens=2)[::2], "last_token"),
+    "no drafter": (no_drafter, "no_drafter"),
+    "no drafter any more": (no_drafter_any_more, "no_drafter"),
+    "expelled": (expelled, "expelled"),
+    "expelled by its connection": (expelled_by_connection, "expelled"),
+    "at capacity": (at_capacity, "at_capacity"),
+    "too long": (too_long, "too_long"),
+    "not taken": (not_taken, "not_taken"),
+    "catching up": (catching_up, "catching_up"),
+    "a prompt where k adapts": (lambda: adaptive(100), "catching_up"),
+    "no features": (no_features, "no_features"),
+    "paused": (paused, "pace"),
+    "an empty answer": (empty_answer, "empty_answer"),
 }
 
 
-@pytest.mark.parametrize("play", CASES, ids=lambda play: play.__name__)
-def test_the_cause_is_told(play: Callable[[Clock], Played], monkeypatch: pytest.MonkeyPatch):
-    scene, one = play(Clock.stand_in(monkeypatch))
+@pytest.mark.parametrize("case", CASES)
+def test_the_cause_is_told(case: str):
+    play, cause = CASES[case]
+    scene, one = play()
     scene.flush()
-    assert cause_name(scene.drafting.placement.fallback_cause(one)) == NAMES.get(play, play.__name__)
+    assert cause_name(scene.drafting.placement.fallback_cause(one)) == cause
 
 
-def test_an_expelled_drafter_is_the_cause_until_another_takes(monkeypatch: pytest.MonkeyPatch):
-    scene, one = expelled(Clock.stand_in(monkeypatch))
+def test_a_late_drafter_is_the_cause_for_all(clock: Clock):
+    scene, _, one = start(deadline_s=DEADLINE_S)
+    clock.now += 2 * DEADLINE_S
+    assert scene.drafting.wait_policy.is_ready(one)
+    for request in (one, scene.decode()):
+        scene.flush()
+        assert cause_name(scene.drafting.placement.fallback_cause(request)) == "late"
+
+
+def test_an_expelled_drafter_is_the_cause_until_another_takes():
+    scene, one = expelled()
     stream = scene.connect()
     scene.flush()
     scene.disconnect(stream)
@@ -194,11 +166,8 @@ def run(*requests: dict[str, Any], drafter: bool) -> tuple[Served, list[Request]
     served = Served(make_target())
     if drafter:
         served.connect()
-    served.engine.start()
     made = [served.submit(keys=100 * number, **options) for number, options in enumerate(requests)]
-    for request in made:
-        served.tokens(request)
-    served.engine.stop()
+    served.run(*made)
     return served, made
 
 
@@ -209,13 +178,6 @@ def test_each_token_without_drafts_is_counted_once():
     assert scrape(served)["draftwire_fallback_tokens_total last_token"] == 2
     counted = {one.cause: one.tokens for one in served.engine.counters().fallbacks}
     assert sum(counted.values()) == sum(one.verify_steps for one in requests) == 16
-
-
-def test_tokens_of_steps_with_drafts_are_not_counted():
-    served, (one,) = run({"max_tokens": 12}, drafter=True)
-    fallbacks = {one.cause for one in served.engine.counters().fallbacks}
-    assert fallbacks <= {generate_pb2.FALLBACK_CAUSE_LAST_TOKEN}
-    assert one.drafted[0] > 0
 
 
 def test_drafts_are_counted_for_their_drafter():
@@ -249,12 +211,10 @@ def test_a_step_is_once_in_each_phase_of_the_histogram():
 
 
 def test_the_prefix_cache_is_asked_for_each_prompt_once():
-    served = Served(make_target())
-    served.engine.start()
     prompt = [3 + i % 7 for i in range(2 * BLOCK_SIZE + 1)]
-    for _ in range(2):
-        served.tokens(served.submit(prompt, max_tokens=2))
-    served.engine.stop()
+    with Served(make_target()) as served:
+        for _ in range(2):
+            served.tokens(served.submit(prompt, max_tokens=2))
     samples = scrape(served)
     assert samples["draftwire_prefix_cache_queries_total"] == 2 * len(prompt)
     assert samples["draftwire_prefix_cache_hits_total"] == 2 * BLOCK_SIZE

@@ -134,14 +134,6 @@ class Output:
         )
 
 
-def builder(codec: TextCodec | None, **options: Any) -> Output:
-    return Output(codec, **options)
-
-
-def push(output: Output, token_ids: list[int], room: int = ROOM) -> Pushed:
-    return output.push(token_ids, room)
-
-
 def plainly(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
     """What `StopFinder` is to give out for each piece, and the stop text: every overlap is tried."""
     given, held = [], ""
@@ -177,24 +169,10 @@ class TestStopFinder:
     def test_text_without_stops_goes_out_at_once(self):
         assert StopFinder([]).push("anything") == ("anything", None)
 
-    def test_beginning_of_a_stop_is_held_back_until_it_is_none(self):
-        finder = StopFinder(["END"])
-        assert finder.push("the E") == ("the ", None)
-        assert finder.push("N") == ("", None)
-        assert finder.push("Ough") == ("ENOugh", None)
-
     def test_stop_in_pieces_is_found_and_not_given_out(self):
         finder = StopFinder(["END"])
         assert [finder.push(piece) for piece in ("a E", "N", "D b")] == [("a ", None), ("", None), ("", "END")]
         assert finder.flush() == ""
-
-    def test_first_stop_in_the_text_wins_whatever_their_order(self):
-        assert StopFinder(["late", "soon"]).push("too soon, too late") == ("too ", "soon")
-
-    def test_longest_possible_beginning_is_held(self):
-        finder = StopFinder(["aab", "b!"])
-        assert finder.push("xaaa") == ("xa", None)
-        assert finder.push("b") == ("", "aab")
 
     def test_what_is_held_at_the_end_is_text(self):
         finder = StopFinder(["END"])
@@ -274,93 +252,92 @@ class TestDetokenizer:
 
 class TestOutput:
     def test_tokens_and_their_text_go_through(self, codec):
-        piece = push(builder(codec), ids_of("a€b"))
-        assert piece.text == "a€b"
-        assert piece.text_ends == [1, 1, 1, 2, 3]
+        piece = Output(codec).push(ids_of("a€b"))
+        assert (piece.text, piece.text_ends) == ("a€b", [1, 1, 1, 2, 3])
         assert piece.finish_reason == pb.FINISH_REASON_UNSPECIFIED
 
     def test_end_token_in_the_middle_of_a_step_cuts_the_rest_off(self, codec):
-        piece = push(builder(codec), [*ids_of("ab"), EOS, *ids_of("cd")])
+        piece = Output(codec).push([*ids_of("ab"), EOS, *ids_of("cd")])
         assert piece.token_ids == [*ids_of("ab"), EOS]
         assert (piece.text, piece.finish_reason, piece.stop_token_id) == ("ab", pb.FINISH_REASON_STOP, None)
 
     def test_ignored_end_token_is_one_like_others(self, codec):
-        piece = push(builder(codec, ignore_eos=True), [*ids_of("a"), EOS, *ids_of("b")])
+        piece = Output(codec, ignore_eos=True).push([*ids_of("a"), EOS, *ids_of("b")])
         assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
 
     def test_stop_token_is_kept_and_named_and_has_no_text(self, codec):
         a, b, c = ids_of("a"), ids_of("b"), ids_of("c")
-        piece = push(builder(codec, stop_token_ids=b), [*a, *b, *c])
+        piece = Output(codec, stop_token_ids=b).push([*a, *b, *c])
         assert piece.token_ids == [*a, *b]
         assert (piece.text, piece.stop_token_id, piece.finish_reason) == ("a", b[0], pb.FINISH_REASON_STOP)
 
     def test_stop_text_over_two_steps_ends_before_it(self, codec):
-        output = builder(codec, stop=["XYZ"])
-        first = push(output, ids_of("aX"))
+        output = Output(codec, stop=["XYZ"])
+        first = output.push(ids_of("aX"))
         assert (first.text, first.text_ends) == ("a", [1, 1])
         assert first.output_tokens is None
-        second = push(output, ids_of("Y") + ids_of("Z") + ids_of("b"))
+        second = output.push(ids_of("Y") + ids_of("Z") + ids_of("b"))
         assert (second.token_ids, second.output_tokens) == (ids_of("Y") + ids_of("Z"), 4)
         assert (second.text, second.stop_text, second.finish_reason) == ("", "XYZ", pb.FINISH_REASON_STOP)
 
     def test_text_held_back_for_a_stop_comes_at_the_end(self, codec):
-        output = builder(codec, stop=["XYZ"], max_tokens=2)
-        piece = push(output, ids_of("aX"))
+        output = Output(codec, stop=["XYZ"], max_tokens=2)
+        piece = output.push(ids_of("aX"))
         assert (piece.text, piece.text_ends, piece.finish_reason) == ("aX", [1, 2], pb.FINISH_REASON_LENGTH)
 
     @pytest.mark.parametrize(("max_tokens", "room"), [(3, ROOM), (100, 3)])
     def test_length_ends_in_the_middle_of_a_step(self, codec, max_tokens, room):
-        piece = push(builder(codec, max_tokens=max_tokens), ids_of("a") * 5, room)
+        piece = Output(codec, max_tokens=max_tokens).push(ids_of("a") * 5, room)
         assert (piece.text, piece.finish_reason) == ("aaa", pb.FINISH_REASON_LENGTH)
 
     def test_end_token_at_the_length_limit_is_a_stop(self, codec):
-        assert push(builder(codec, max_tokens=1), [EOS]).finish_reason == pb.FINISH_REASON_STOP
+        assert Output(codec, max_tokens=1).push([EOS]).finish_reason == pb.FINISH_REASON_STOP
 
     def test_nothing_ends_before_min_tokens(self, codec):
         a, b = ids_of("a"), ids_of("b")
-        output = builder(codec, stop=["a"], stop_token_ids=b, min_tokens=3)
-        piece = push(output, [*a, *b, EOS])
+        output = Output(codec, stop=["a"], stop_token_ids=b, min_tokens=3)
+        piece = output.push([*a, *b, EOS])
         assert (piece.text, piece.finish_reason) == ("ab", pb.FINISH_REASON_UNSPECIFIED)
-        assert push(output, a).stop_text == "a"
+        assert output.push(a).stop_text == "a"
 
     @pytest.mark.parametrize(
         ("min_tokens", "text", "stop"), [(0, "b", "aa"), (2, "b", "aa"), (3, "ba", "aa"), (4, "baaa", None)]
     )
     def test_a_stop_text_may_begin_before_min_tokens(self, codec, min_tokens, text, stop):
-        output = builder(codec, stop=["aa"], min_tokens=min_tokens, max_tokens=4)
+        output = Output(codec, stop=["aa"], min_tokens=min_tokens, max_tokens=4)
         pieces = []
         for token_id in ids_of("baaa"):
-            pieces.append(push(output, [token_id]))
+            pieces.append(output.push([token_id]))
             if pieces[-1].stop_text:
                 break
         assert ("".join(piece.text for piece in pieces), pieces[-1].stop_text) == (text, stop)
 
     def test_stop_text_completed_by_the_last_token_is_found(self, codec):
-        piece = push(builder(codec, stop=["ab"], max_tokens=2), [*ids_of("a"), *ids_of("b")])
+        piece = Output(codec, stop=["ab"], max_tokens=2).push([*ids_of("a"), *ids_of("b")])
         assert (piece.text, piece.stop_text, piece.finish_reason) == ("", "ab", pb.FINISH_REASON_STOP)
 
     def test_the_stop_text_may_be_part_of_the_text(self, codec):
-        output = builder(codec, stop=["XYZ"], include_stop_text=True)
-        assert push(output, ids_of("aX")).text == "a"
-        second = push(output, ids_of("Y") + ids_of("Z") + ids_of("b"))
+        output = Output(codec, stop=["XYZ"], include_stop_text=True)
+        assert output.push(ids_of("aX")).text == "a"
+        second = output.push(ids_of("Y") + ids_of("Z") + ids_of("b"))
         assert (second.text, second.stop_text, second.token_ids) == ("XYZ", "XYZ", ids_of("YZ"))
 
     def test_the_stop_token_may_have_its_text(self, codec):
         a, b = ids_of("a"), ids_of("b")
-        assert push(builder(codec, stop_token_ids=b, include_stop_text=True), [*a, *b, *a]).text == "ab"
-        assert push(builder(codec, include_stop_text=True), [*a, EOS]).text == "a"
-        with_special = builder(codec, include_stop_text=True, skip_special_tokens=False)
-        assert push(with_special, [*a, EOS]).text == "a<eos>"
+        assert Output(codec, stop_token_ids=b, include_stop_text=True).push([*a, *b, *a]).text == "ab"
+        assert Output(codec, include_stop_text=True).push([*a, EOS]).text == "a"
+        with_special = Output(codec, include_stop_text=True, skip_special_tokens=False)
+        assert with_special.push([*a, EOS]).text == "a<eos>"
 
     def test_special_tokens_may_have_their_text(self, codec):
         a = ids_of("a")
         kept = {"skip_special_tokens": False, "ignore_eos": True}
-        assert push(builder(codec, **kept), [*a, EOS, *a]).text == "a<eos>a"
-        assert push(builder(codec, stop=["eos>"], **kept), [*a, EOS, *a]).text == "a<"
-        assert push(builder(codec, skip_special_tokens=False), [*a, EOS]).text == "a"
+        assert Output(codec, **kept).push([*a, EOS, *a]).text == "a<eos>a"
+        assert Output(codec, stop=["eos>"], **kept).push([*a, EOS, *a]).text == "a<"
+        assert Output(codec, skip_special_tokens=False).push([*a, EOS]).text == "a"
 
     def test_without_a_tokenizer_there_are_only_tokens(self):
-        piece = push(builder(None), [1, 2, EOS])
+        piece = Output(None).push([1, 2, EOS])
         assert piece.token_ids == [1, 2, EOS]
         assert (piece.text, piece.text_ends, piece.finish_reason) == ("", [0, 0, 0], pb.FINISH_REASON_STOP)
 
@@ -371,9 +348,9 @@ class TestOutput:
         options = {"stop": ["e", " th", "\n"], "min_tokens": 6, "max_tokens": 30, "ignore_eos": True}
 
         def joined(steps: list[list[int]]):
-            output, text, tokens, last = builder(codec, **options), "", [], None
+            output, text, tokens, last = Output(codec, **options), "", [], None
             for step in steps:
-                last = push(output, step)
+                last = output.push(step)
                 text, tokens = text + last.text, tokens + last.token_ids
                 if last.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
                     break

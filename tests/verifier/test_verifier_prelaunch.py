@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting_scene import CPU, answer_to, make_request
+from drafting_scene import CPU, RecordedStream, answer_to, make_request
 from engine_scene import WAIT_S, K, Served
 from grammar_scene import END, matcher_of
 from waiting import wait_for
@@ -80,7 +80,6 @@ class CountingEngine(Served):
         """A drafter that answers when the step that verifies its drafts is prelaunched, if one is."""
         stream = self.connect_with(drafts_for)
         answer = stream.on_send
-
         steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def answer_all() -> None:
@@ -100,8 +99,19 @@ class CountingEngine(Served):
 
 def undrafted(target: Target, requests: list[dict[str, Any]]) -> list[list[int]]:
     own = Served(target, max_queue=100)
-    made = [own.submit(**{**one, "k": 0}) for one in requests]
-    return own.run(*made)
+    return own.run(*(own.submit(**{**one, "k": 0}) for one in requests))
+
+
+def silent(own: Served) -> RecordedStream:
+    """Return a drafter that answers nothing."""
+    stream = own.connect()
+    stream.on_send = lambda _: None
+    return stream
+
+
+@pytest.fixture
+def own(target) -> CountingEngine:
+    return CountingEngine(target)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +140,14 @@ def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
     rows: list[list[int]] = []
     own.on_stage(Stage.SAMPLED, lambda step: rows.append([row.num_drafts for row in step.rows]))
     made = [own.submit(**one, temperature=0.8) for one in REQUESTS]
-    own.engine.start()
-    sampled = [{**one, "temperature": 0.8} for one in REQUESTS]
-    assert [own.tokens(one) for one in made] == undrafted(target, sampled)
-    own.engine.stop()
+    assert own.run(*made) == undrafted(target, [{**one, "temperature": 0.8} for one in REQUESTS])
     assert own.num_released > 0.8 * len(own.sizes) > 0
     assert max(map(sum, rows)) <= limit.most_drafts
     assert any(map(sum, rows)) == (limit.most_drafts > 0)
 
 
-def test_steps_of_structured_output_run_as_prelaunched(target):
+def test_steps_of_structured_output_run_as_prelaunched(own):
     """With all of their drafts, with those inside of the grammar, and with none."""
-    own = CountingEngine(target)
     drafts = itertools.cycle([[0, 1, 2], [0, 10, 2], [10, 0, 0]])
     own.connect_late(lambda _: next(drafts))
     prelaunched, ran = set(), []
@@ -154,10 +160,7 @@ def test_steps_of_structured_output_run_as_prelaunched(target):
         request = make_request(one["prompt"], max_tokens=20, stop_token_ids=[END])
         request.grammar = matcher_of({"regex": "[abc]{100}"})
         made.append(own.submit_made(request))
-    own.engine.start()
-    for request in made:
-        own.tokens(request)
-    own.engine.stop()
+    own.run(*made)
     drafted = [verified for is_prelaunched, verified in ran if is_prelaunched]
     assert len(drafted) == len(own.sizes) >= len(ran) - 2
     assert {0, 4, 12} <= set(drafted)
@@ -264,26 +267,22 @@ def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, w
     assert own.engine.kv_cache_usage == 0.0
 
 
-def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(target):
-    own = CountingEngine(target)
-    stream = own.connect()
-    stream.on_send = lambda _: None
+def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(own):
+    stream = silent(own)
     gone = weakref.ref(stream)
     one = own.submit(max_tokens=20)
-    own.engine.start()
-    wait_for(lambda: own.sizes)
-    own.engine.post(Disconnected(stream))
-    del stream
-    own.tokens(one)
-    own.tokens(own.submit([2, 7]))  # the engine has other things in hand
-    gc.collect()
-    assert gone() is None
-    own.engine.stop()
+    with own:
+        wait_for(lambda: own.sizes)
+        own.engine.post(Disconnected(stream))
+        del stream
+        own.tokens(one)
+        own.tokens(own.submit([2, 7]))  # the engine has other things in hand
+        gc.collect()
+        assert gone() is None
 
 
 @pytest.mark.parametrize("count", [0, 1, K])
-def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
-    own = CountingEngine(target)
+def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(own, target, count):
     own.connect_late(lambda _: [5, 6, 7][:count])
     made = [own.submit(**one) for one in REQUESTS]
     assert own.run(*made) == undrafted(target, REQUESTS)
@@ -293,15 +292,13 @@ def test_fewer_drafts_than_asked_for_take_a_part_of_the_rows(target, count):
 def test_a_new_request_is_computed_though_a_drafter_is_silent(target, monkeypatch):
     monkeypatch.setattr(prelaunch, "PATIENCE_S", 0.05)
     own = CountingEngine(target)
-    stream = own.connect()
-    stream.on_send = lambda _: None
+    silent(own)
     waiting = own.submit(max_tokens=20)
-    own.engine.start()
-    own.next(waiting)
-    wait_for(lambda: own.sizes)
-    assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
-    assert (own.num_released, own.num_dropped) == (0, 1)  # and not launched again
-    own.engine.stop()
+    with own:
+        own.next(waiting)
+        wait_for(lambda: own.sizes)
+        assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
+        assert (own.num_released, own.num_dropped) == (0, 1)  # and not launched again
 
 
 def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
@@ -309,15 +306,14 @@ def test_a_prompt_does_not_wait_until_drafted_requests_end(target, monkeypatch):
     own = CountingEngine(target)
     own.connect_late()
     drafting = own.submit(max_tokens=50)
-    own.engine.start()
-    own.next(drafting)
-    own.tokens(own.submit([2, 7], k=0, max_tokens=1))
-    assert drafting.verify_steps < 10
-    own.tokens(drafting)
-    own.engine.stop()
+    with own:
+        own.next(drafting)
+        own.tokens(own.submit([2, 7], k=0, max_tokens=1))
+        assert drafting.verify_steps < 10
+        own.tokens(drafting)
 
 
-def test_no_step_is_computed_twice_with_a_nearly_full_cache(target):
+def test_no_step_is_computed_twice_with_a_nearly_full_cache(target, monkeypatch):
     own = CountingEngine(target, num_blocks=45, max_num_seqs=16, max_queue=16)
     own.connect_late()
     requests = [{"prompt": [3 + i, *range(i)], "max_tokens": 30} for i in range(16)]
@@ -329,64 +325,51 @@ def test_no_step_is_computed_twice_with_a_nearly_full_cache(target):
         taken.append(output)
         return logits_of(output, rows)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardOutput, "with_logits_of", note)
-        own.engine.start()
-        assert [own.tokens(one) for one in made] == undrafted(target, requests)
-    own.engine.stop()
+    expected = undrafted(target, requests)
+    monkeypatch.setattr(ForwardOutput, "with_logits_of", note)
+    assert own.run(*made) == expected
     assert own.num_released > 20
     assert len(taken) == own.num_released
 
 
-def test_nothing_waits_for_a_step_whose_requests_have_gone(target):
-    own = CountingEngine(target)
-    stream = own.connect()
-    stream.on_send = lambda _: None
+def test_nothing_waits_for_a_step_whose_requests_have_gone(own, target):
+    silent(own)
     gone = own.submit(max_tokens=20)
-    own.engine.start()
-    wait_for(lambda: own.sizes)
-    own.engine.cancel(gone)
-    began = time.monotonic()
-    assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
-    assert time.monotonic() < began + prelaunch.PATIENCE_S / 2
-    assert (own.num_released, own.num_dropped) == (0, 1)
-    own.engine.stop()
+    with own:
+        wait_for(lambda: own.sizes)
+        own.engine.cancel(gone)
+        began = time.monotonic()
+        assert own.tokens(own.submit([2, 7], k=0)) == undrafted(target, [{"prompt": [2, 7]}])[0]
+        assert time.monotonic() < began + prelaunch.PATIENCE_S / 2
+        assert (own.num_released, own.num_dropped) == (0, 1)
 
 
 def test_a_released_step_that_fails_ends_its_requests_alone(target):
-    own = CountingEngine(target)
+    own, failed = CountingEngine(target), []
 
-    has_failed = False
-
-    def fail_third(_: Step) -> None:
-        nonlocal has_failed
-        if len(own.sizes) == 3 and not has_failed:
-            has_failed = True
+    def fail_third(step: Step) -> None:
+        if len(own.sizes) == 3 and not failed:
+            failed.append(step)
             raise RuntimeError("no memory")
 
     own.on_stage(Stage.RELEASED, fail_third)
     own.connect_late()
     one = own.submit(max_tokens=40)
-    own.engine.start()
-    assert own.error(one) == "the step failed: no memory"
-    assert own.tokens(own.submit([2, 7])) == undrafted(target, [{"prompt": [2, 7]}])[0]
+    with own:
+        assert own.error(one) == "the step failed: no memory"
+        assert own.tokens(own.submit([2, 7])) == undrafted(target, [{"prompt": [2, 7]}])[0]
     assert not own.has_failed.is_set()
-    own.engine.stop()
 
 
-def test_a_prelaunched_step_does_not_outlive_the_engine(target):
-    own = CountingEngine(target)
-    stream = own.connect()
-    stream.on_send = lambda _: None
+def test_a_prelaunched_step_does_not_outlive_the_engine(own):
+    silent(own)
     own.submit(max_tokens=20)
-    own.engine.start()
-    wait_for(lambda: own.sizes)
-    own.engine.stop()
+    with own:
+        wait_for(lambda: own.sizes)
     assert (len(own.sizes), own.num_released, own.num_dropped) == (1, 0, 1)
 
 
-def test_a_cancelled_request_leaves_the_waiting_step_alone(target):
-    own = CountingEngine(target)
+def test_a_cancelled_request_leaves_the_waiting_step_alone(own, target):
     cancelled, other = own.submit(max_tokens=40), own.submit([2, 7], max_tokens=40)
 
     def drafts_for(_: Any) -> list[int]:

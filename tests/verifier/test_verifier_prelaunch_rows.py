@@ -1,4 +1,4 @@
-"""Which answer a prelaunched step waits for, where its drafts go, and for which rows it is used."""
+"""The lifecycle of a step, and the rows that a prelaunched step uses of its drafts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_scene import Scene, answer_to, make_head, make_request
+from engine_scene import Served, make_target
 from tiny_targets import VOCAB
 
 from draftwire.model.tensors import encode_tensor
@@ -100,6 +101,14 @@ def answer_with(stream: Any, drafts: list[list[int]]) -> tuple[AwaitedAnswer, An
     return AwaitedAnswer(stream, 1, [*answer.sequence_ids], [*answer.num_drafts], []), Answered(stream, answer)
 
 
+def decoding_requests(count: int) -> list[Request]:
+    """Requests with 16 tokens, of which the last one has not run."""
+    requests = [make_request([1 + i] * 16) for i in range(count)]
+    for request in requests:
+        request.blocks, request.num_computed = [4, 5], 15
+    return requests
+
+
 class NoConfidences:
     """A stream whose drafts come without confidences."""
 
@@ -108,9 +117,7 @@ class NoConfidences:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_drafts_go_where_their_requests_are_in_the_step(order):
-    requests = [make_request([1 + i] * 16) for i in range(4)]
-    for request in requests:
-        request.blocks, request.num_computed = [4, 5], 15
+    requests = decoding_requests(4)
     requests[3].drafts = ReadyDrafts(16, 4, [8])  # came before
     drafts = [[11, 12, 13], [14], [15, 16]]
     runner: Any = NoRunner()
@@ -132,9 +139,7 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
 
 def test_a_limited_pass_has_the_chosen_rows_alone():
     """Which rows those are is written when the drafts are there; the plan goes by the same choice."""
-    requests = [make_request([1 + i] * 16) for i in range(3)]
-    for request in requests:
-        request.blocks, request.num_computed = [4, 5], 15
+    requests = decoding_requests(3)
     requests[2].drafts = ReadyDrafts(16, 3, [8, 9])  # came before
     limit, asked = Limit(0.25, 4), []
 
@@ -186,8 +191,7 @@ def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
     assert request.drafts is not None
     scene.compute(scene.admit(8), 8)  # rows of a prompt, which the drafter does not answer
     scene.flush()
-    scene.verify(request, 5, 6, 7)
-    scene.flush()
+    scene.step(request, 5, 6, 7)
     waits = scene.drafting.wait_policy
     assert waits.is_waiting(request)  # until the drafter takes more
     assert (request.num_drafts_wanted, waits.expected_drafts([request])) == (1, [1])
@@ -220,3 +224,35 @@ def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
     assert not begun(lambda request: request.blocks.__setitem__(1, 9))
     assert begun(lambda request: request.blocks.__setitem__(0, 9))  # holds none of the rows
     assert not begun(lambda request: setattr(request, "num_preemptions", 1))
+
+
+def test_a_step_tells_each_stage_and_skips_none():
+    seen: list[Stage] = []
+    step = Step((), lambda one: seen.append(one.stage))
+    for stage in (Stage.PRELAUNCHED, Stage.RELEASED, Stage.SAMPLED, Stage.COMMITTED):
+        step.advance(stage)
+    assert seen == [Stage.PRELAUNCHED, Stage.RELEASED, Stage.SAMPLED, Stage.COMMITTED]
+    step.abandon()  # too late
+    assert step.stage is Stage.COMMITTED
+    with pytest.raises(AssertionError):
+        Step(()).advance(Stage.SAMPLED)
+
+
+def test_a_step_is_abandoned_once():
+    seen: list[Stage] = []
+    step = Step((), lambda one: seen.append(one.stage))
+    step.abandon()
+    step.abandon()
+    assert seen == [Stage.ABANDONED]
+
+
+@pytest.mark.usefixtures("scheduling")
+def test_the_steps_of_an_engine_are_all_committed_in_order():
+    own = Served(make_target())
+    stages: dict[Step, list[Stage]] = {}
+    for stage in (Stage.RELEASED, Stage.SAMPLED, Stage.COMMITTED, Stage.ABANDONED):
+        own.on_stage(stage, lambda step: stages.setdefault(step, []).append(step.stage))
+    one = own.submit(k=0, max_tokens=10)
+    own.run(one)
+    assert len(stages) >= 10
+    assert all(seen == [Stage.RELEASED, Stage.SAMPLED, Stage.COMMITTED] for seen in stages.values())

@@ -60,6 +60,10 @@ class Drafter:
             assert all(drafts.tokens == self._lie.tokens for drafts in mismatched)
             self.lies_used += sum(are_lies) - len(mismatched)
 
+    def lie_until_found(self) -> None:
+        while self.lies == self.lies_used:
+            self.answer(True)
+
     def be_honest(self, answers: int) -> None:
         """So many right answers, a thousand in a message."""
         for start in range(0, answers, 1000):
@@ -70,6 +74,11 @@ class Drafter:
         end = self.answers + at_most
         while not self.is_expelled and self.answers < end:
             self.answer(*(draw.random() < share for _ in range(together)))
+
+
+@pytest.fixture
+def drafter() -> Drafter:
+    return Drafter()
 
 
 @pytest.mark.full
@@ -106,8 +115,7 @@ def test_once_a_lie_was_found_none_is_used(choices):
     for seed in range(5):
         choices.seed(seed)
         drafter = Drafter()
-        while drafter.lies == drafter.lies_used:
-            drafter.answer(True)
+        drafter.lie_until_found()
         used = drafter.lies_used
         for _ in range(audit.TOO_MANY_MISMATCHES - 2):
             drafter.answer(False, True, False)
@@ -116,8 +124,7 @@ def test_once_a_lie_was_found_none_is_used(choices):
         assert drafter.lies_used == used
 
 
-def test_of_a_message_with_a_lie_that_was_found_no_lie_is_used():
-    drafter = Drafter()
+def test_of_a_message_with_a_lie_that_was_found_no_lie_is_used(drafter):
     while drafter.lies == drafter.lies_used:
         used = drafter.lies_used
         drafter.answer(*[True] * (audit.TOO_MANY_MISMATCHES - 1), *[False] * 10)
@@ -138,8 +145,7 @@ def test_a_message_with_too_many_lies_expels_and_is_not_used(monkeypatch):
     assert all(request.drafts is None for request in requests)
 
 
-def test_mismatches_as_frequent_as_rounding_do_not_expel():
-    drafter = Drafter()
+def test_mismatches_as_frequent_as_rounding_do_not_expel(drafter):
     for _ in range(40):
         drafter.be_honest(round(1 / HONEST_MISMATCHES) - 1)
         drafter.answer(True)
@@ -147,8 +153,7 @@ def test_mismatches_as_frequent_as_rounding_do_not_expel():
     assert not drafter.is_expelled
 
 
-def test_fewer_than_too_many_mismatches_at_once_are_forgotten():
-    drafter = Drafter()
+def test_fewer_than_too_many_mismatches_at_once_are_forgotten(drafter):
     for _ in range(3):
         for _ in range(audit.TOO_MANY_MISMATCHES - 1):
             drafter.scene.drafting.answers.audit.record_of(drafter.stream.address).add(1, 1)
@@ -156,10 +161,8 @@ def test_fewer_than_too_many_mismatches_at_once_are_forgotten():
     assert not drafter.is_expelled
 
 
-def test_after_a_mismatch_every_answer_is_redrawn_for_long():
-    drafter = Drafter()
-    while drafter.lies == drafter.lies_used:
-        drafter.answer(True)
+def test_after_a_mismatch_every_answer_is_redrawn_for_long(drafter):
+    drafter.lie_until_found()
     before = drafter.num_redrawn
     for _ in range(audit.RECENT_REDRAWS // 1000):
         drafter.be_honest(1000)
@@ -168,10 +171,8 @@ def test_after_a_mismatch_every_answer_is_redrawn_for_long():
     assert 900 < drafter.num_redrawn - before - audit.RECENT_REDRAWS < 1100
 
 
-def test_a_new_stream_does_not_clear_a_drafter():
-    drafter = Drafter()
-    while drafter.lies == drafter.lies_used:
-        drafter.answer(True)
+def test_a_new_stream_does_not_clear_a_drafter(drafter):
+    drafter.lie_until_found()
     used = drafter.lies_used
     for _ in range(audit.TOO_MANY_MISMATCHES - 1):
         assert not drafter.is_expelled
@@ -182,8 +183,7 @@ def test_a_new_stream_does_not_clear_a_drafter():
     assert drafter.lies_used == used
 
 
-def test_an_expelled_drafter_is_judged_by_what_it_does_later():
-    drafter = Drafter()
+def test_an_expelled_drafter_is_judged_by_what_it_does_later(drafter):
     drafter.answer(*[True] * 100)
     assert drafter.is_expelled
     drafter.is_expelled = False

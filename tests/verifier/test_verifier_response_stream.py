@@ -1,36 +1,29 @@
-"""Clients that read slowly, or not at all: what waits for them, for how long, and what it is to the others."""
+"""Responses on their way to clients: their text, and clients that read slowly or not at all."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from engine_scene import make_target
-from serving import serving
+from service_scene import MAX_TOKENS, WAIT_S, Served, error_of, outputs_of, play, request, served, stub_of, tokens_of
 
-from draftwire.contract.client_security import LOOPBACK
 from draftwire.contract.errors import ServerError
 from draftwire.contract.retry import retry_after_s
-from draftwire.contract.validation import build_sampling_params, speculative_config_from_mapping
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service.api import response_stream as unread_module
-from verifier_service.api.requests import RequestHandler
 from verifier_service.api.response_stream import MAX_MESSAGES, ResponseStream
 from verifier_service.core.request import Request
-from verifier_service.engine.engine import EngineLimits
-from verifier_service.host.access import InProcessEngine, Submission
-from verifier_service.host.host import EngineHost
+from verifier_service.host.access import Submission
 
-WAIT_S = 240.0
 # A window that a few messages fill, and that does not grow.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-MAX_TOKENS = 50
 
 
 def piece(number: int, text: str) -> pb.GenerateResponse:
@@ -109,81 +102,63 @@ def test_an_error_comes_after_the_messages():
         taken(unread, 1)
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[tuple[RequestHandler, EngineHost, str]]:
-    limits = EngineLimits(max_num_seqs=4, max_queue=8, max_prefill_rows=64, num_blocks=33, draft_deadline_s=None)
-    config = speculative_config_from_mapping({})
-    host = EngineHost(make_target(), config, limits, [], LOOPBACK)
-    handler = RequestHandler(InProcessEngine(host), None, config, lambda: None)
-    async with serving(handler) as address:
-        yield handler, host, address
-
-
-def request() -> pb.GenerateRequest:
+def large_request() -> pb.GenerateRequest:
     """Most of what the target's context holds, with log probabilities, so that messages are large."""
-    params = build_sampling_params(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=15)
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 1, 4]), sampling_params=params)
+    return request(logprobs=15)
 
 
-async def tokens_of(call: grpc.aio.UnaryStreamCall, pause_s: float = 0) -> list[int]:
-    """What is still to be read, with a pause after each message."""
-    tokens: list[int] = []
-    while (message := await call.read()) is not grpc.aio.EOF:
-        tokens += message.token_ids
-        await asyncio.sleep(pause_s)
-    return tokens
-
-
-@pytest.mark.full
-def test_a_client_that_does_not_read_delays_no_other():
-    async def run() -> None:
-        async with served() as (_, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
-            stalled = [GenerationStub(slow).Generate(request()) for _ in range(4)]  # all places of the batch
-            first = [(await call.read()).token_ids for call in stalled]
-            async with grpc.aio.insecure_channel(address) as channel:
-                whole = await tokens_of(GenerationStub(channel).Generate(request()))
-            assert len(whole) == MAX_TOKENS
-            assert [[*begin, *await tokens_of(call)] for begin, call in zip(first, stalled, strict=True)] == 4 * [whole]
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+@asynccontextmanager
+async def slow_client() -> AsyncIterator[tuple[Served, GenerationStub, GenerationStub]]:
+    """Serve; yield the scene and the stubs of a client with a small window and of another one."""
+    scene = served(behind_socket=False, max_num_seqs=4, max_queue=8)
+    async with (
+        scene.serve() as address,
+        grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow,
+        grpc.aio.insecure_channel(address) as other,
+    ):
+        yield scene, GenerationStub(slow), GenerationStub(other)
 
 
 @pytest.mark.full
-def test_a_client_that_never_reads_is_given_up(monkeypatch):
+@play
+async def test_a_client_that_does_not_read_delays_no_other():
+    async with slow_client() as (_, slow, other):
+        stalled = [slow.Generate(large_request()) for _ in range(4)]  # all places of the batch
+        first = [await call.read() for call in stalled]
+        whole = tokens_of(await outputs_of(other.Generate(large_request())))
+        assert len(whole) == MAX_TOKENS
+        for begin, call in zip(first, stalled, strict=True):
+            assert tokens_of([begin, *await outputs_of(call)]) == whole
+
+
+@pytest.mark.full
+@play
+async def test_a_client_that_never_reads_is_given_up(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 0.2)
-
-    async def run() -> None:
-        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
-            call = GenerationStub(slow).Generate(request())
-            await call.read()
-            while handler.open_outputs:
-                await asyncio.sleep(0.02)
-            # What was on its way is still delivered; the status follows it.
-            with pytest.raises(grpc.RpcError) as ended:
-                await tokens_of(call)
-            assert ended.value.code() == grpc.StatusCode.ABORTED
-            assert "has not read for 0.2 s" in ended.value.details()
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    async with slow_client() as (scene, slow, _):
+        call = slow.Generate(large_request())
+        await call.read()
+        while scene.handler.open_outputs:
+            await asyncio.sleep(0.02)
+        # What was on its way is still delivered; the status follows it.
+        code, details = await error_of(outputs_of(call))
+        assert code == grpc.StatusCode.ABORTED
+        assert "has not read for 0.2 s" in details
 
 
 @pytest.mark.full
-def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
+@play
+async def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", WAIT_S)
     monkeypatch.setattr(unread_module, "READ_S", 1.0)
-
-    async def run() -> None:
-        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
-            call = GenerationStub(slow).Generate(request())
-            await call.read()
-            while not all(unread.is_finished for unread in handler.open_outputs):
-                await asyncio.sleep(0.02)
-            with pytest.raises(grpc.RpcError) as ended:
-                await tokens_of(call, pause_s=0.2)
-            assert ended.value.code() == grpc.StatusCode.ABORTED
-            assert "has not read all of the output 1 s after its end" in ended.value.details()
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    async with slow_client() as (scene, slow, _):
+        call = slow.Generate(large_request())
+        await call.read()
+        while not all(unread.is_finished for unread in scene.handler.open_outputs):
+            await asyncio.sleep(0.02)
+        code, details = await error_of(outputs_of(call, pause_s=0.2))
+        assert code == grpc.StatusCode.ABORTED
+        assert "has not read all of the output 1 s after its end" in details
 
 
 def held() -> list[Request | Submission | ResponseStream]:
@@ -192,73 +167,140 @@ def held() -> list[Request | Submission | ResponseStream]:
 
 
 @pytest.mark.full
-def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
+@play
+async def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 2.0)
     others = held()  # of tests before
-
-    async def run() -> None:
-        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
-            calls = [GenerationStub(slow).Generate(request()) for _ in range(4)]
-            for call in calls:
-                await call.read()
-            kept = [weakref.ref(one) for one in held() if id(one) not in map(id, others)]
-            assert len(kept) >= 2 * len(calls)
-            while handler.open_outputs:
-                await asyncio.sleep(0.02)
-            while any(one() is not None for one in kept):
-                await asyncio.sleep(0.1)
-                gc.collect()
-            for call in calls:
-                call.cancel()
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    async with slow_client() as (scene, slow, _):
+        calls = [slow.Generate(large_request()) for _ in range(4)]
+        for call in calls:
+            await call.read()
+        kept = [weakref.ref(one) for one in held() if id(one) not in map(id, others)]
+        assert len(kept) >= 2 * len(calls)
+        while scene.handler.open_outputs:
+            await asyncio.sleep(0.02)
+        while any(one() is not None for one in kept):
+            await asyncio.sleep(0.1)
+            gc.collect()
+        for call in calls:
+            call.cancel()
 
 
 @pytest.mark.full
-def test_no_more_requests_are_open_than_a_batch_beside_the_known():
-    async def run() -> None:
-        async with served() as (handler, _, address), grpc.aio.insecure_channel(address, SMALL_WINDOW) as slow:
-            stub, held = GenerationStub(slow), []
-            most = 4 + 8 + 4  # a batch, a queue, and a batch that is on its way to its clients
-            while len(held) < most:
-                call = stub.Generate(request())
-                await call.read()
-                held.append(call)
-            while not all(unread.is_finished for unread in handler.open_outputs):
-                await asyncio.sleep(0.02)
-            async with grpc.aio.insecure_channel(address) as channel:
-                refused = GenerationStub(channel).Generate(request())
-                with pytest.raises(grpc.RpcError) as error:
-                    await tokens_of(refused)
-                assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert error.value.details() == "16 outputs wait for clients that read slowly; try again later"
-                assert retry_after_s(error.value.trailing_metadata()) > 0
-                assert len(handler.open_outputs) == most
-                await tokens_of(held.pop())
-                assert len(await tokens_of(GenerationStub(channel).Generate(request()))) == MAX_TOKENS
-            for call in held:
-                assert await tokens_of(call)
-            assert not handler.open_outputs
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+@play
+async def test_no_more_requests_are_open_than_a_batch_beside_the_known():
+    async with slow_client() as (scene, slow, other):
+        held, most = [], 4 + 8 + 4  # a batch, a queue, and a batch that is on its way to its clients
+        while len(held) < most:
+            held.append(slow.Generate(large_request()))
+            await held[-1].read()
+        while not all(unread.is_finished for unread in scene.handler.open_outputs):
+            await asyncio.sleep(0.02)
+        refused = other.Generate(large_request())
+        details = "16 outputs wait for clients that read slowly; try again later"
+        assert await error_of(outputs_of(refused)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        assert retry_after_s(await refused.trailing_metadata()) > 0
+        assert len(scene.handler.open_outputs) == most
+        await outputs_of(held.pop())
+        assert len(tokens_of(await outputs_of(other.Generate(large_request())))) == MAX_TOKENS
+        for call in held:
+            assert await outputs_of(call)
+        assert not scene.handler.open_outputs
 
 
 @pytest.mark.full
-def test_the_requests_of_clients_that_go_leave_the_batch():
-    async def run() -> None:
-        async with served() as (handler, host, address):
-            for reads in (True, False):
-                channel = grpc.aio.insecure_channel(address, SMALL_WINDOW)
-                calls = [GenerationStub(channel).Generate(request()) for _ in range(4)]
-                for call in calls:
-                    await call.read()
-                while reads and await calls[0].read() is not grpc.aio.EOF:
-                    pass
-                await channel.close()
-                while handler.open_outputs or host.engine.scheduler.running:
-                    await asyncio.sleep(0.02)
-                assert host.engine.kv_cache_usage == 0
-            async with grpc.aio.insecure_channel(address) as channel:
-                assert len(await tokens_of(GenerationStub(channel).Generate(request()))) == MAX_TOKENS
+@play
+async def test_the_requests_of_clients_that_go_leave_the_batch():
+    scene = served(behind_socket=False, max_num_seqs=4, max_queue=8)
+    engine = scene.host.engine
+    async with scene.serve() as address:
+        for reads in (True, False):
+            channel = grpc.aio.insecure_channel(address, SMALL_WINDOW)
+            calls = [GenerationStub(channel).Generate(large_request()) for _ in range(4)]
+            for call in calls:
+                await call.read()
+            while reads and await calls[0].read() is not grpc.aio.EOF:
+                pass
+            await channel.close()
+            await scene.until_idle()
+            assert engine.kv_cache_usage == 0
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert len(tokens_of(await outputs_of(GenerationStub(channel).Generate(request())))) == MAX_TOKENS
 
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+class Letters:
+    """A tokenizer of one letter for each token, which fails where it meets `broken` more than `times` times."""
+
+    silent_ids = frozenset[int]()
+    longest_token_bytes = 1
+
+    def __init__(self, broken: str = "", times: int = 0) -> None:
+        self.threads: set[str] = set()
+        self._broken = broken
+        self._times = times
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def decode_all(self, ids: list[int]) -> str:
+        return self.decode(ids)
+
+    def decode(self, ids: list[int]) -> str:
+        self.threads.add(threading.current_thread().name)
+        text = "".join(chr(ord("a") + token) for token in ids)
+        if self._broken and self._broken in text:
+            self._times -= 1
+            if self._times < 0:
+                raise ValueError("no such token")
+        return text
+
+
+def text_of(messages: list[pb.GenerateResponse]) -> str:
+    return "".join(message.text for message in messages)
+
+
+@pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
+@play
+async def test_text_is_made_off_the_engine_s_thread(behind_socket):
+    """It was made there, between two steps, where each request's text delays all others."""
+    codec = Letters()
+    async with stub_of(served(behind_socket=behind_socket, codec=codec)) as stub:
+        assert len(text_of(await outputs_of(stub.Generate(request())))) == MAX_TOKENS
+    assert codec.threads == {threading.main_thread().name}
+
+
+@pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
+@play
+async def test_nothing_behind_a_stop_text_reaches_the_client(behind_socket):
+    """The engine learns of it late; counts and log probabilities end with the text all the same."""
+    own = served(behind_socket=behind_socket, codec=Letters())
+    async with stub_of(own) as stub:
+        whole = text_of(await outputs_of(stub.Generate(request(logprobs=1))))
+        stop = whole[7:10]
+        end = whole.index(stop)
+        messages = await outputs_of(stub.Generate(request(logprobs=1, stop=[stop])))
+        last = messages[-1]
+        assert text_of(messages) == whole[:end]
+        assert (last.finish_reason, last.stop_text) == (pb.FINISH_REASON_STOP, stop)
+        assert len(tokens_of(messages)) == end + len(stop)
+        assert sum(len(message.logprobs) for message in messages) == end + len(stop)
+        assert last.statistics.output_tokens == last.statistics.verify_tokens + 1 == end + len(stop)
+        assert not any(message.HasField("statistics") for message in messages[:-1])
+        await own.until_idle()
+        ended = next(one for one in own.host.collector.collect() if one.name == "draftwire_request_success")
+        counts = {sample.labels["finished_reason"]: sample.value for sample in ended.samples}
+        assert (counts["length"], counts["stop"], counts["abort"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
+@play
+async def test_a_request_whose_text_cannot_be_made_ends_alone(behind_socket):
+    """It fails in the middle of its output, of which every token is an f; the other request's are g."""
+    own = served(behind_socket=behind_socket, codec=Letters("f", times=6))
+    async with stub_of(own) as stub:
+        broken = stub.Generate(request(logit_bias={5: 100.0}))
+        other = stub.Generate(request(logit_bias={6: 100.0}))
+        _, details = await error_of(outputs_of(broken))
+        assert details == "the output cannot be decoded: no such token"
+        assert text_of(await outputs_of(other)) == "g" * MAX_TOKENS
+        await own.until_idle()

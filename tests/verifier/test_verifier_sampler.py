@@ -1,21 +1,33 @@
-"""What the sampler draws before the first request, and what it tells of log probabilities."""
+"""Sampling: warm-up, log probabilities, and the tokens that penalties count."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from drafting_scene import make_request
 
 from draftwire.contract.validation import speculative_config_from_mapping
+from draftwire_kernels import Penalties
 from verifier_service.core.batch import ScheduledRows
-from verifier_service.core.request import AnswerLogits, ReadyDrafts
+from verifier_service.core.request import AnswerLogits, ReadyDrafts, Request
 from verifier_service.sampling import sampler
 from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.sampling.sampling_spec import SamplingSpec
+from verifier_service.sampling.token_history import TokenHistory
 
 VOCAB = 20
 MANY = 50000
 GUMBEL = {"draft_sample_method": "gumbel"}
 FEW = 12  # tokens: fewer than a request may be told of
+
+
+def make_sampler(vocab_size: int, max_num_seqs: int = 5, **config: Any) -> TokenSampler:
+    settings = speculative_config_from_mapping({"num_speculative_tokens": 3, **config})
+    return TokenSampler(settings, vocab_size, frozenset(), max_num_seqs, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +57,7 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, me
     real = sampler.rejection_sample
     monkeypatch.setattr(sampler, "rejection_sample", draw)
     monkeypatch.setattr(sampler, "PART_OF_VOCABULARY", 16)
-    settings = speculative_config_from_mapping({"num_speculative_tokens": 2, **config})
-    made = TokenSampler(settings, VOCAB, frozenset(), 3, torch.device("cpu"))
+    made = make_sampler(VOCAB, 3, **{"num_speculative_tokens": 2, **config})
     made.warm_up(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):  # of the target, and of what penalties leave
         for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
@@ -59,9 +70,7 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, me
 
 def test_log_probabilities_are_of_each_requests_rows_and_tokens():
     """Requests with and without them, of other numbers of drafts, and parted by the columns of their draft logits."""
-    made = TokenSampler(
-        speculative_config_from_mapping({"num_speculative_tokens": 3}), FEW, frozenset(), 5, torch.device("cpu")
-    )
+    made = make_sampler(FEW)
     torch.manual_seed(2)
     columns = torch.arange(FEW)
     works = []
@@ -92,9 +101,7 @@ def test_log_probabilities_are_of_each_requests_rows_and_tokens():
 def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
     def top_ids_of(*counts: int) -> list[int]:
         """The top tokens of the first of as many requests."""
-        made = TokenSampler(
-            speculative_config_from_mapping({"num_speculative_tokens": 3}), MANY, frozenset(), 5, torch.device("cpu")
-        )
+        made = make_sampler(MANY)
         works = [
             ScheduledRows(make_request([5], keys=10 * i, logprobs=count), 0, [5], None, samples=True)
             for i, count in enumerate(counts)
@@ -110,9 +117,7 @@ def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
 
 
 def test_where_nothing_could_be_drawn_nothing_is_told():
-    made = TokenSampler(
-        speculative_config_from_mapping({"num_speculative_tokens": 3}), VOCAB, frozenset(), 5, torch.device("cpu")
-    )
+    made = make_sampler(VOCAB)
     works = [ScheduledRows(make_request([5], keys=10 * i, logprobs=1), 0, [5], None, samples=True) for i in range(2)]
     logits = torch.randn(2, VOCAB)
     logits[0] = torch.nan
@@ -126,10 +131,7 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
 @pytest.mark.parametrize("top_n", [None, 3])
 def test_a_request_without_drafts_beside_logits_draws_plainly(top_n):
     """One beside drafts of another drafter's answer, and one whose neighbours in the answer have gone."""
-    settings = speculative_config_from_mapping(
-        {**GUMBEL, "num_speculative_tokens": 2, "draft_logits": {"top_n": top_n} if top_n else "dense"}
-    )
-    made = TokenSampler(settings, FEW, frozenset(), 5, torch.device("cpu"))
+    made = make_sampler(FEW, **GUMBEL, draft_logits={"top_n": top_n} if top_n else "dense")
     torch.manual_seed(3)
     ids = torch.arange(2 * (top_n or 0), dtype=torch.int32).reshape(2, -1) if top_n else None
     answers = [AnswerLogits(torch.randn(2, top_n or FEW), ids, None) for _ in range(2)]
@@ -146,3 +148,65 @@ def test_a_request_without_drafts_beside_logits_draws_plainly(top_n):
     some, none = ReadyDrafts(1, 0, [1, 4], answers[1], 0), ReadyDrafts(1, 0, [], answers[0], 0)
     assert drawn(none, some, none) == drawn(None, some, None)
     assert drawn(none) == drawn(None)
+
+
+@pytest.fixture
+def history() -> TokenHistory:
+    return TokenHistory(3, VOCAB, torch.device("cpu"))
+
+
+def works(*requests: Request) -> list[ScheduledRows]:
+    return [ScheduledRows(one, 0, one.tokens[-1:], None, samples=True) for one in requests]
+
+
+def drawn(*tokens: Sequence[int]) -> torch.Tensor:
+    """As the rejection test gives them, -1 behind the last one of each."""
+    most = max(map(len, tokens))
+    return torch.tensor([[*own, *[-1] * (most - len(own))] for own in tokens])
+
+
+def penalties_of(history: TokenHistory, *requests: Request) -> Penalties | None:
+    return history.penalties(requests, [SamplingSpec.of(one.params, frozenset()).penalties for one in requests])
+
+
+def counted(history: TokenHistory, request: Request) -> tuple[set[int], Counter[int]]:
+    """Tokens of the prompt, and how often each token is in the output."""
+    found = penalties_of(history, request)
+    assert found is not None
+    slot = int(found.slot)
+    counts = {token: count for token, count in enumerate(found.output_counts[slot].tolist()) if count}
+    return set(found.prompt_mask[slot].nonzero().flatten().tolist()), Counter(counts)
+
+
+def test_draws_are_counted_for_the_requests_that_use_penalties(history):
+    plain, first, second = (make_request([3, 4, 3], keys=10 * i) for i in range(3))
+    for one in (first, second):
+        one.params.presence_penalty = 0.5
+    step = works(plain, first, second)
+    penalties_of(history, plain, first, second)
+    history.count(step, drawn([9, 9], [7, 0, 7], [5]))
+    history.count(works(second), drawn([5, 6]))
+    assert counted(history, first) == ({3, 4}, Counter({7: 2, 0: 1}))
+    assert counted(history, second) == ({3, 4}, Counter({5: 2, 6: 1}))
+    assert penalties_of(history, plain) is None
+
+
+def test_a_draw_of_a_request_preempted_meanwhile_is_forgotten(history):
+    request = make_request([3, 4], frequency_penalty=0.5)
+    penalties_of(history, request)
+    history.count(works(request), drawn([7, 8]))
+    request.tokens += [7, 8]
+    history.count(works(request), drawn([9]))  # in flight, and not taken
+    history.release(request)
+    assert counted(history, request) == ({3, 4}, Counter({7: 1, 8: 1}))
+    history.count(works(request), drawn([8]))
+    assert counted(history, request) == ({3, 4}, Counter({7: 1, 8: 2}))
+
+
+def test_a_place_that_is_free_again_begins_empty(history):
+    for i in range(8):
+        request = make_request([i], keys=10 * i, repetition_penalty=1.5)
+        assert counted(history, request) == ({i}, Counter())
+        history.count(works(request), drawn([i + 1]))
+        assert counted(history, request) == ({i}, Counter({i + 1: 1}))
+        history.release(request)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 from drafting_scene import make_request
-from engine_scene import Served, scheduling  # noqa: F401
+from engine_scene import Served
 from grammar_scene import END, matcher_of, text_of
 from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.contract.errors import ServerError
 from draftwire.model.block_pool import blocks_for
-from draftwire.v1 import generate_pb2
 from verifier_service.core.request import Request
 from verifier_service.target.target import Target
 
@@ -77,20 +76,14 @@ def test_preemption_does_not_change_the_output(target, drafts):
 
 def test_a_finished_grammar_ends_the_output(target):
     own = Served(target)
-    request = own.submit_made(structured([1, 2], {"choice": ["abc", "ba"]}))
-    own.engine.start()
-    tokens = own.tokens(request)
-    own.engine.stop()
+    (tokens,) = own.run(own.submit_made(structured([1, 2], {"choice": ["abc", "ba"]})))
     assert tokens[-1] == END
     assert text_of(tokens) in ("abc", "ba")
 
 
 def test_min_tokens_and_ignored_ends_do_not_break_the_text(target):
     own = Served(target)
-    request = own.submit_made(structured([1, 2], {"regex": "a*"}, min_tokens=6, max_tokens=9))
-    own.engine.start()
-    tokens = own.tokens(request)
-    own.engine.stop()
+    (tokens,) = own.run(own.submit_made(structured([1, 2], {"regex": "a*"}, min_tokens=6, max_tokens=9)))
     assert END not in tokens[:6]
     assert set(text_of(tokens)) == {"a"}
 
@@ -99,11 +92,8 @@ def test_log_probabilities_are_those_before_the_mask(target):
     own = Served(target)
     request = own.submit_made(structured([1, 2], {"choice": ["c", "0"]}, logprobs=20))
     free = own.submit_made(make_request([1, 2], keys=7, max_tokens=1, logprobs=20))
-    own.engine.start()
-    first, other = own.next(request), own.next(free)
-    own.tokens(request)
-    own.engine.stop()
-    assert isinstance(first, generate_pb2.GenerateResponse)
+    with own:
+        (first, *_), (other,) = own.messages(request), own.messages(free)
     assert first.logprobs[0].top_logprobs == pytest.approx(other.logprobs[0].top_logprobs, abs=1e-5)
 
 
@@ -114,7 +104,6 @@ def test_a_grammar_that_fails_ends_its_own_request(target):
     assert request.grammar is not None
     request.grammar.error = ServerError("too complex")
     own.submit_made(request)
-    own.engine.start()
-    assert own.error(request) == "too complex"
-    assert len(own.tokens(other)) == 25
-    own.engine.stop()
+    with own:
+        assert own.error(request) == "too complex"
+        assert len(own.tokens(other)) == 25

@@ -1,9 +1,12 @@
-"""Targets: the same logits and features as transformers' own models, and what is refused at load."""
+"""Targets: logits and features of transformers' own models, refusals at load, and compiled code."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,11 @@ from transformers import (
 
 from draftwire.contract.errors import CheckpointError
 from draftwire.model.block_pool import BlockPool, blocks_for
-from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
+from draftwire.model.kv_cache import KVCache, SequenceRows
 from draftwire_bench.served_targets import LATENT_SIZES
+from verifier_service.cli import verifier
 from verifier_service.core.batch import ForwardInput
+from verifier_service.target.compile_cache import use_compile_cache
 from verifier_service.target.runner import TargetRunner
 from verifier_service.target.target import Target, has_experts, load_target
 
@@ -151,6 +156,7 @@ def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    assert has_experts(model) == (name in EXPERTS)
     target = load(directory, device)
     if device.type == "cuda" and name in EXPERTS:
         with pytest.raises(CheckpointError, match="models with experts are served on a GPU only in bfloat16"):
@@ -186,34 +192,6 @@ def test_forward_pass_is_compiled_once_for_steps_of_any_size(name, tmp_path):
         for pieces in ([(0, 0, 16)], [(1, 0, 9), (2, 0, 20)], [(0, 16, 1), (2, 20, 1)], [(0, 17, 8), (1, 4, 2)]):
             for output, expected in zip(compiled.step(pieces, [1, 3]), eager.step(pieces, [1, 3]), strict=True):
                 torch.testing.assert_close(output, expected, **TOLERANCE)
-
-
-def test_logits_come_for_the_rows_asked_for(tmp_path):
-    served = Served(load(save(CONFIGS["llama"], tmp_path / "llama")), [10])
-    every, _ = served.step([(0, 0, 10)], [1])
-    batch = RaggedBatch([SequenceRows([1], 0, 10)], CPU)
-    cache = KVCache(served.target.layer_shapes, 2, torch.float32, CPU)
-
-    def logits_of(*rows: int) -> torch.Tensor:
-        return served.target.forward(
-            served.tokens[0], torch.arange(10), cache, batch, torch.tensor(rows, dtype=torch.int64)
-        ).logits
-
-    torch.testing.assert_close(logits_of(2, 9), every[[2, 9]], **TOLERANCE)
-    assert logits_of().shape == (0, served.target.vocab_size)
-
-
-def test_sizes_are_the_model_s(tmp_path):
-    target = load(save(CONFIGS["qwen3"], tmp_path / "qwen3"), max_model_len=64)
-    assert (target.vocab_size, target.hidden_size, target.num_layers, target.max_model_len) == (90, 48, NUM_LAYERS, 64)
-    assert target.layer_shapes == [(2, 16, 16)] * NUM_LAYERS
-    assert target.eos_token_ids == {2}
-
-
-def test_end_tokens_of_the_generation_config_go_first(tmp_path):
-    directory = save(CONFIGS["llama"], tmp_path / "llama")
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}), encoding="utf-8")
-    assert load(directory).eos_token_ids == {2, 7}
 
 
 def test_dummy_weights_need_no_checkpoint_and_are_finite(tmp_path):
@@ -252,33 +230,12 @@ def rope(kind: str) -> dict[str, Any]:
         (Gemma2Config(**COMMON, attn_logit_softcapping=-1.0), "softcap: got -1.0, expected a number above 0"),
         (GPT2Config(), "its layers are not laid out as `layers` and `norm`"),
     ],
-    ids=[
-        "encoder-decoder",
-        "recurrent",
-        "dynamic",
-        "longrope",
-        "chunked",
-        "bidirectional",
-        "bidirectional by config alone",
-        "window that is switched off for attention alone",
-        "several states a row",
-        "sinks",
-        "window of the mask alone",
-        "window of the attention alone",
-        "window",
-        "soft-cap",
-        "layout",
-    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_models_that_cannot_be_served_exactly_are_refused(config, message, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, dummy=True)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_models_with_experts_are_known(name):
-    assert has_experts(AutoModelForCausalLM.from_config(CONFIGS[name])) == (name in EXPERTS)
 
 
 def test_a_window_short_of_attention_is_served_up_to_its_length(tmp_path):
@@ -297,25 +254,94 @@ def test_heads_beyond_the_kernels_are_refused_at_load(tmp_path):
         load(tmp_path, torch.device("cuda", 0), dummy=True)
 
 
-def test_checkpoint_that_is_not_there_or_damaged_is_told(tmp_path):
+def test_checkpoints_that_are_missing_or_wrong_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no config\.json"):
         load(tmp_path)
     directory = save(CONFIGS["llama"], tmp_path / "llama")
-    (directory / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"max_model_len = {CONTEXT + 1}"):
+        load(directory, max_model_len=CONTEXT + 1)
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS + 1}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=re.escape(f"model.layers.{NUM_LAYERS}")):
+        load(directory)
+    path.write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(directory)
 
 
-def test_checkpoint_of_another_shape_is_refused(tmp_path):
-    directory = save(CONFIGS["llama"], tmp_path / "llama")
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(
-        json.dumps({**config, "num_hidden_layers": NUM_LAYERS + 1}), encoding="utf-8"
-    )
-    with pytest.raises(CheckpointError, match=re.escape(f"model.layers.{NUM_LAYERS}")):
-        load(directory)
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# A product of matrices is none of inductor's own kernels: no C++ compiler is needed.
+COMPILE = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+from verifier_service.target.compile_cache import use_compile_cache
+
+use_compile_cache(sys.argv[1])
+torch.compile(torch.mm)(torch.ones(2, 2), torch.ones(2, 2))
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+START = """
+import os
+from verifier_service.host.target_start import use_compile_cache
+
+use_compile_cache()
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
 
 
-def test_more_positions_than_the_model_has_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=f"max_model_len = {CONTEXT + 1}"):
-        load(save(CONFIGS["llama"], tmp_path / "llama"), max_model_len=CONTEXT + 1)
+def output_of(code: str, *arguments: str, **variables: str) -> str:
+    """What Python prints in a process of its own, with these variables and without torch's."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("option", "environment", "expected"),
+    [
+        ("/option", {"XDG_CACHE_HOME": "/cache"}, "/option"),
+        (None, {"XDG_CACHE_HOME": "/cache"}, "/cache/draftwire/compile"),
+        (None, {}, "/home/user/.cache/draftwire/compile"),
+        (None, {VARIABLE: "/set/by/torch", "XDG_CACHE_HOME": ""}, "/home/user/.cache/draftwire/compile"),
+    ],
+    ids=["option", "user's cache directory", "home", "torch's own place"],
+)
+def test_the_option_goes_before_the_users_cache_directory(
+    option: str | None, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"HOME": "/home/user", **environment})
+    use_compile_cache(option)
+    assert os.environ[VARIABLE] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "expected"),
+    [
+        ([], None, None),
+        ([], "", None),
+        ([], "/torch", "/torch"),
+        (["--compile-cache", "/option"], "/torch", "/option"),
+    ],
+)
+def test_torchs_variable_is_the_options_default(
+    arguments: list[str], variable: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if variable is None:
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(VARIABLE, variable)
+    context = verifier.make_context("verifier", ["--target", "any", *arguments])
+    assert context.params["compile_cache"] == expected
+
+
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path) -> None:
+    assert output_of(COMPILE, str(tmp_path)) == "1 0"  # misses, hits
+    assert output_of(COMPILE, str(tmp_path)) == "0 1"
+
+
+def test_a_start_without_settings_compiles_into_the_users_cache(tmp_path: Path) -> None:
+    """Whatever torch and transformers set when they are imported."""
+    assert output_of(START, XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "draftwire" / "compile")

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from played_graphs import play_graphs
 from transformers import AutoModelForCausalLM
 
 from draftwire.model.block_pool import BlockPool, blocks_for
-from draftwire.model.kv_cache import KVCache, SequenceRows
+from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 from verifier_service.core.batch import ForwardInput, ForwardOutput
+from verifier_service.target.graph_inputs import GraphInputs
+from verifier_service.target.graph_sizes import Bucket
 from verifier_service.target.runner import TargetRunner
-from verifier_service.target.target import Target, load_target
+from verifier_service.target.step_graph import StepGraph
+from verifier_service.target.target import Target, TargetOutput, load_target
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 CONTEXT = 256
@@ -25,6 +27,40 @@ MAX_NUM_SEQS = 10
 PREFILL = 400
 VOCAB_SIZE = 2048
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def play_graph(
+    target: Target, runner: TargetRunner, inputs: GraphInputs, bucket: Bucket, memory: list[torch.Tensor]
+) -> StepGraph:
+    """Return a graph that computes from the memory that a graph reads.
+
+    The results of all graphs lie in one memory, which each replay overwrites.
+    """
+    token_ids, positions, logit_rows, batch = inputs.padding(bucket)
+
+    def replay() -> TargetOutput:
+        for tensor in memory:
+            tensor.fill_(torch.nan)
+        # Made anew, because a CPU reads the numbers once.
+        now = RaggedBatch.from_tensors(
+            *(batch.slot_mapping, batch.cu_rows, batch.lengths, batch.block_tables),
+            max_rows=batch.max_rows,
+            max_length=batch.max_length,
+        )
+        output = target.forward(token_ids, positions, runner.cache, now, logit_rows)
+        memory[:] = [output.logits, *output.states]
+        return output
+
+    return StepGraph(inputs, bucket, batch.slot_mapping, replay)
+
+
+@torch.inference_mode()
+def play_graphs(target: Target, runner: TargetRunner) -> None:
+    """Let a runner compute every step by the graph that a GPU would use."""
+    memory: list[torch.Tensor] = []
+    for buckets in (runner.buckets.with_prompts, runner.buckets.decoding):
+        inputs = GraphInputs(buckets, runner.max_blocks, torch.device("cpu"))
+        runner.graphs |= {bucket: play_graph(target, runner, inputs, bucket, memory) for bucket in buckets}
 
 
 @pytest.fixture(scope="module", params=["cpu", "played", GPU])
@@ -75,17 +111,21 @@ class Sequence:
         self.tokens, self.blocks, self.num_computed = tokens, blocks, 0
 
 
-def run(runner: TargetRunner, pieces: list[tuple[Sequence, list[int]]], *, all_logits: bool = True) -> ForwardOutput:
-    """Runs these tokens behind the computed ones; logits of every row, or of each piece's last."""
-    ends = np.cumsum([len(tokens) for _, tokens in pieces])
-    return runner.run(
-        ForwardInput(
-            np.concatenate([np.array(tokens, np.int64) for _, tokens in pieces]),
-            np.concatenate([np.arange(s.num_computed, s.num_computed + len(tokens)) for s, tokens in pieces]),
-            [SequenceRows(s.blocks, s.num_computed, len(tokens)) for s, tokens in pieces],
-            np.arange(ends[-1]) if all_logits else ends - 1,
-        )
+def step_of(pieces: list[tuple[Sequence, list[int]]], logit_rows: list[int] | None = None) -> ForwardInput:
+    """Return a step of these tokens behind the computed ones, with logits of every row, or of `logit_rows`."""
+    num_rows = sum(len(tokens) for _, tokens in pieces)
+    return ForwardInput(
+        np.concatenate([np.array(tokens, np.int64) for _, tokens in pieces]),
+        np.concatenate([np.arange(s.num_computed, s.num_computed + len(tokens)) for s, tokens in pieces]),
+        [SequenceRows(s.blocks, s.num_computed, len(tokens)) for s, tokens in pieces],
+        np.array(range(num_rows) if logit_rows is None else logit_rows, np.int64),
     )
+
+
+def run(runner: TargetRunner, pieces: list[tuple[Sequence, list[int]]], *, all_logits: bool = True) -> ForwardOutput:
+    """Run these tokens behind the computed ones; return logits of every row, or of each piece's last."""
+    lasts = np.cumsum([len(tokens) for _, tokens in pieces]) - 1
+    return runner.run(step_of(pieces, None if all_logits else lasts.tolist()))
 
 
 def prompts(count: int, *lengths: int) -> list[list[int]]:
@@ -231,13 +271,8 @@ def test_steps_with_prompts_and_drafts_equal_sequences_alone(model, target, runn
             logit_rows += range(num_rows if is_decoding else num_rows + count - 1, num_rows + count)
             pieces.append((sequence, sequence.num_computed, count))
             num_rows += count
-        step = ForwardInput(
-            np.concatenate([np.array(s.tokens[start : start + count]) for s, start, count in pieces]),
-            np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),
-            [SequenceRows(s.blocks, start, count) for s, start, count in pieces],
-            np.array(logit_rows),
-        )
-        output = runner.run(step)
+        tokens = [(s, s.tokens[start : start + count]) for s, start, count in pieces]
+        output = runner.run(step_of(tokens, logit_rows))
         expected = [alone[sequences.index(s)] for s, _, _ in pieces]
         ranges = [slice(start, start + count) for _, start, count in pieces]
         logits = torch.cat([one.logits[0, rows] for one, rows in zip(expected, ranges, strict=True)])
@@ -261,12 +296,7 @@ def test_logits_come_for_the_rows_asked_for(runner):
         sequence = Sequence(prompts(1, length)[0], pool)
         every = run(runner, [(sequence, sequence.tokens)]).logits.clone()
         for rows in ([], [length - 1], [0, 2, 3]):
-            step = ForwardInput(
-                np.array(sequence.tokens),
-                np.arange(length),
-                [SequenceRows(sequence.blocks, 0, length)],
-                np.array(rows, np.int64),
-            )
+            step = step_of([(sequence, sequence.tokens)], rows)
             torch.testing.assert_close(runner.run(step).logits, every[rows], rtol=1e-4, atol=1e-4)
 
 
@@ -281,12 +311,7 @@ def test_a_held_step_computes_what_it_computes_at_once(runner, count):
     output = run(runner, pieces)
     expected, features = output.logits.clone(), output.features((1, 2)).clone()
     token_ids = np.concatenate([np.array(tokens, np.int64) for tokens in rows])
-    step = ForwardInput(
-        np.zeros(len(token_ids), np.int64),
-        np.concatenate([np.arange(s.num_computed, s.num_computed + len(r)) for s, r in pieces]),
-        [SequenceRows(s.blocks, s.num_computed, len(r)) for s, r in pieces],
-        np.arange(len(token_ids)),
-    )
+    step = step_of([(s, [0] * len(tokens)) for s, tokens in pieces])
     assert runner.prelaunch(step)
     runner.abandon()
     for _ in range(2):
@@ -310,15 +335,9 @@ def test_a_held_step_may_be_told_its_rows_when_it_starts(runner, count):
     rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(1 + rng.randrange(K + 1))] for _ in sequences]
     output = run(runner, list(zip(sequences, rows, strict=True)))
     expected, features = output.logits.clone(), output.features((1, 2)).clone()
-    every = count * (K + 1)
-    step = ForwardInput(
-        np.zeros(every, np.int64),
-        np.concatenate([np.arange(s.num_computed, s.num_computed + K + 1) for s in sequences]),
-        [SequenceRows(s.blocks, s.num_computed, K + 1) for s in sequences],
-        np.arange(every),
-    )
+    step = step_of([(s, [0] * (K + 1)) for s in sequences])
     token_ids = np.concatenate([np.array(tokens, np.int64) for tokens in rows])
-    for most_rows in (len(token_ids), every):
+    for most_rows in (len(token_ids), count * (K + 1)):
         assert runner.prelaunch(step, most_rows)
         found = runner.release(token_ids, np.array([len(tokens) for tokens in rows]))
         assert found is not None

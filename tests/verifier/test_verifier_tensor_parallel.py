@@ -15,7 +15,8 @@ import pytest
 import torch
 from drafting_scene import rows_of
 from engine_scene import HIDDEN, NUM_LAYERS, K, Served
-from torch import Tensor, nn
+from tiny_targets import random_model
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -38,7 +39,7 @@ from draftwire.model.kv_cache import SequenceRows
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service import main, settings
-from verifier_service.core.batch import ForwardInput, ForwardOutput
+from verifier_service.core.batch import ForwardInput
 from verifier_service.host.ranks import Workers, last_words, rank_device
 from verifier_service.host.target_start import start_target
 from verifier_service.options import VerifierOptions
@@ -93,15 +94,6 @@ GEMMA4 = COMMON | {
 }
 
 
-def make_model(config: Any) -> Any:
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zero as transformers makes them, which would hide that one is added twice
-            nn.init.normal_(parameter)
-    return model
-
-
 class Exchange:
     """The collectives of ranks that are threads."""
 
@@ -126,11 +118,11 @@ class Exchange:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_split_model_computes_what_the_whole_one_does(name, monkeypatch):
     token_ids = torch.arange(1, 20)[None]
-    whole = make_model(CONFIGS[name])
+    whole = random_model(CONFIGS[name])
     with torch.no_grad():
         expected = whole(token_ids, use_cache=False).logits
     exchange = Exchange(monkeypatch)
-    models = [make_model(CONFIGS[name]) for _ in range(SIZE)]
+    models = [random_model(CONFIGS[name]) for _ in range(SIZE)]
     logits: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -193,13 +185,6 @@ def whole(options) -> Target:
     return start_target(options, config, CPU)[0]
 
 
-def run_both(whole: Target, split: Target, workers: Workers, steps: list[ForwardInput]) -> list[list[ForwardOutput]]:
-    """What both compute in each step."""
-    runners = [start_runner(target, 2 * CONTEXT // 16 + 1, 8, K, CONTEXT) for target in (whole, split)]
-    runs = runners[0].run, workers.lead(runners[1].run)
-    return [[run(step) for run in runs] for step in steps]
-
-
 def test_ranks_have_their_own_heads_and_the_whole_vocabulary(whole, split):
     assert [heads for heads, _, _ in whole.layer_shapes] == [2] * NUM_LAYERS
     assert [heads for heads, _, _ in split.layer_shapes] == [1] * NUM_LAYERS
@@ -228,7 +213,10 @@ def test_features_and_logits_are_those_of_one_rank(whole, split, workers):
             np.array([3, 4]),
         )
     )
-    for expected, found in run_both(whole, split, workers, steps):
+    run_whole, run_split = (start_runner(one, 2 * CONTEXT // 16 + 1, 8, K, CONTEXT).run for one in (whole, split))
+    run_split = workers.lead(run_split)
+    for step in steps:
+        expected, found = run_whole(step), run_split(step)
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
         layers = range(NUM_LAYERS + 1)
         torch.testing.assert_close(found.features(layers), expected.features(layers), rtol=1e-4, atol=1e-4)
@@ -250,13 +238,12 @@ def outputs(target: Target, workers: Workers | None = None) -> Outputs:
     """Of eight requests that have too little cache, one after the first, the others at once."""
     own = Served(target, workers=workers, num_blocks=14, max_prefill_rows=MAX_PREFILL_ROWS)
     own.connect([5, 6, 7])
-    first = own.submit(PROMPTS[0], max_tokens=40)
-    own.engine.start()
-    tokens = [own.tokens(first)]
-    requests = [own.submit(prompt, keys=100 * i, max_tokens=40) for i, prompt in enumerate(PROMPTS[1:], 1)]
-    tokens += [own.tokens(request) for request in requests]
-    own.engine.stop()
-    return Outputs(tokens, [sum(request.drafted) for request in (first, *requests)], own.engine.counters())
+    with own:
+        requests = [own.submit(PROMPTS[0], max_tokens=40)]
+        tokens = [own.tokens(requests[0])]
+        requests += [own.submit(prompt, keys=100 * i, max_tokens=40) for i, prompt in enumerate(PROMPTS[1:], 1)]
+        tokens += [own.tokens(request) for request in requests[1:]]
+    return Outputs(tokens, [sum(request.drafted) for request in requests], own.engine.counters())
 
 
 def check_outputs(expected: Outputs, found: Outputs) -> None:
@@ -304,9 +291,7 @@ def test_greedy_tokens_of_two_gpus_are_those_of_one(options):
 
 def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, workers):
     alone = Served(whole)
-    alone.engine.start()
-    expected = alone.tokens(alone.submit(PREFIX, max_tokens=30))
-    alone.engine.stop()
+    (expected,) = alone.run(alone.submit(PREFIX, max_tokens=30))
     own = Served(split, workers=workers)
 
     def continuation(step: pb.DraftStep) -> list[int]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from service_scene import MAX_TOKENS, WAIT_S, Served, outputs_of, served
+from service_scene import MAX_TOKENS, Served, error_of, outputs_of, play, served, tokens_of
 from service_scene import request as own_request
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vp
@@ -43,28 +42,15 @@ async def calling(scene: Served) -> AsyncIterator[tuple[VllmEngineStub, Generati
         yield VllmEngineStub(channel), GenerationStub(channel)
 
 
-def run(scene: Served, play: Callable[[VllmEngineStub, GenerationStub], Awaitable[None]]) -> None:
-    async def serve() -> None:
-        async with calling(scene) as (stub, own):
-            await play(stub, own)
-
-    asyncio.run(asyncio.wait_for(serve(), WAIT_S))
-
-
 async def read_all(call: Any) -> list[vp.GenerateResponse]:
     return [response async for response in call]
 
 
-async def until_idle(scene: Served) -> None:
-    scheduler = scene.host.engine.scheduler
-    while scheduler.running or scheduler.waiting or scene.handler.open_outputs:
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("behind_socket", [False, True])
-def test_tokens_are_those_of_the_own_service(behind_socket: bool):
-    async def play(stub: VllmEngineStub, own: GenerationStub) -> None:
-        expected = [token for one in await outputs_of(own.Generate(own_request())) for token in one.token_ids]
+@play
+async def test_tokens_are_those_of_the_own_service(behind_socket):
+    async with calling(served(behind_socket=behind_socket)) as (stub, own):
+        expected = tokens_of(await outputs_of(own.Generate(own_request())))
         *chunks, last = await read_all(stub.Generate(request()))
         assert [token for one in chunks for token in one.chunk.token_ids] == expected
         assert list(last.complete.output_ids) == expected
@@ -72,59 +58,52 @@ def test_tokens_are_those_of_the_own_service(behind_socket: bool):
         assert list(only.complete.output_ids) == expected
         assert (only.complete.finish_reason, only.complete.completion_tokens) == ("length", MAX_TOKENS)
 
-    run(served(behind_socket=behind_socket), play)
 
-
-def test_a_seed_gives_the_same_tokens_to_both_services():
-    async def play(stub: VllmEngineStub, own: GenerationStub) -> None:
+@play
+async def test_a_seed_gives_the_same_tokens_to_both_services():
+    async with calling(served(behind_socket=False)) as (stub, own):
         params = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
-        messages = await outputs_of(own.Generate(own_request(**params)))
+        expected = tokens_of(await outputs_of(own.Generate(own_request(**params))))
         (only,) = await read_all(stub.Generate(request(stream=False, **params)))
-        assert list(only.complete.output_ids) == [token for one in messages for token in one.token_ids]
-
-    run(served(behind_socket=False), play)
+        assert list(only.complete.output_ids) == expected
 
 
-def test_abort_ends_a_request_and_frees_its_place():
+@play
+async def test_abort_ends_a_request_and_frees_its_place():
     scene = served(behind_socket=False)
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(scene) as (stub, _):
         call = stub.Generate(request(name="one", max_tokens=MAX_TOKENS))
         first = await call.read()
         await stub.Abort(vp.AbortRequest(request_ids=["one", "unknown"]))
         *chunks, last = [first, *await outputs_of(call)]
         assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
         assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
-        await until_idle(scene)
+        await scene.until_idle()
         assert scene.host.engine.kv_cache_usage == 0
 
-    run(scene, play)
 
-
-def test_abort_ends_a_request_whose_client_does_not_read():
+@play
+async def test_abort_ends_a_request_whose_client_does_not_read():
     """Its place is free at once; the client gets the end when it reads."""
     scene = served(behind_socket=False)
-
-    async def play() -> None:
-        # A window that a few messages fill, and that does not grow.
-        window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-        async with calling(scene) as (stub, _), grpc.aio.insecure_channel(scene.address, window) as slow:
-            call = VllmEngineStub(slow).Generate(request(name="one", logprobs=15, max_tokens=MAX_TOKENS))
-            first = await call.read()
-            (stream,) = scene.handler.open_outputs
-            while stream.num_tokens < MAX_TOKENS // 2:
-                await asyncio.sleep(0.01)
-            await stub.Abort(vp.AbortRequest(request_ids=["one"]))
-            *chunks, last = [first, *await outputs_of(call)]
-            assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
-            assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
-            await until_idle(scene)
-
-    asyncio.run(asyncio.wait_for(play(), WAIT_S))
+    # A window that a few messages fill, and that does not grow.
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with calling(scene) as (stub, _), grpc.aio.insecure_channel(scene.address, window) as slow:
+        call = VllmEngineStub(slow).Generate(request(name="one", logprobs=15, max_tokens=MAX_TOKENS))
+        first = await call.read()
+        (stream,) = scene.handler.open_outputs
+        while stream.num_tokens < MAX_TOKENS // 2:
+            await asyncio.sleep(0.01)
+        await stub.Abort(vp.AbortRequest(request_ids=["one"]))
+        *chunks, last = [first, *await outputs_of(call)]
+        assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
+        assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
+        await scene.until_idle()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_dropped_streams_are_in_one_more_step_at_most(is_async: bool, monkeypatch: pytest.MonkeyPatch):
+@play
+async def test_dropped_streams_are_in_one_more_step_at_most(is_async, monkeypatch):
     """The engine counts a step when it begins, so a step that runs when the engine is told is counted already."""
     scene = served(behind_socket=False, is_async=is_async)
     engine = scene.host.engine
@@ -135,19 +114,16 @@ def test_dropped_streams_are_in_one_more_step_at_most(is_async: bool, monkeypatc
         cancel(cancelled, *given)
 
     monkeypatch.setattr(engine, "cancel", note_and_cancel)
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(scene) as (stub, _):
         calls = [stub.Generate(request(max_tokens=LONG)) for _ in range(2)]
         for call in calls:
             await call.read()
         for call in calls:
             call.cancel()
-        await until_idle(scene)
+        await scene.until_idle()
         assert len(steps_when_told) == 2
         assert engine.counters().steps <= steps_when_told[-1] + 1 < LONG
         assert engine.kv_cache_usage == 0
-
-    run(scene, play)
 
 
 @pytest.mark.parametrize(
@@ -157,30 +133,34 @@ def test_dropped_streams_are_in_one_more_step_at_most(is_async: bool, monkeypatc
         (lambda stub: stub.Generate(request(stop=["a"])).read(), "INVALID_ARGUMENT", "this server has no tokenizer"),
         (lambda stub: stub.Generate(vp.GenerateRequest()).read(), "INVALID_ARGUMENT", "input = None"),
         (lambda stub: stub.Generate(request(name="a b")).read(), "INVALID_ARGUMENT", "request_id"),
+        (
+            lambda stub: stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=-1)),
+            "INVALID_ARGUMENT",
+            "allowed range [0, 600] s",
+        ),
         (lambda stub: stub.Embed(vp.EmbedRequest()), "UNIMPLEMENTED", "Embed: this server"),
         (lambda stub: stub.StartProfile(common_pb2.StartProfileRequest()), "UNIMPLEMENTED", ""),
     ],
 )
-def test_what_is_not_served_has_a_status(call: Callable[[VllmEngineStub], Any], code: str, text: str):
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
-        with pytest.raises(grpc.RpcError) as refused:
-            await call(stub)
-        assert refused.value.code().name == code
-        assert text in refused.value.details()
-
-    run(served(behind_socket=False), play)
+@play
+async def test_what_is_not_served_has_a_status(call, code, text):
+    async with calling(served(behind_socket=False)) as (stub, _):
+        found, details = await error_of(call(stub))
+        assert found.name == code
+        assert text in details
 
 
-def test_model_and_server_are_described(tmp_path: Path):
+@play
+async def test_model_and_server_are_described_and_the_tokenizer_comes(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", "architectures": ["A"], "eos_token_id": 7})
     )
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     scene = served(behind_socket=False, directory=tmp_path)
     # Those of --generation-config, which may be of another file.
     scene.rules = RequestRules(default_sampling_params=build_sampling_params(top_p=0.9, max_tokens=7))
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(scene) as (stub, _):
         model = await stub.GetModelInfo(vp.GetModelInfoRequest())
         assert (model.served_model_name, model.model_path, model.model_type) == ("tiny", str(tmp_path), "llama")
         assert (model.max_context_length, model.vocab_size, model.max_req_input_len) == (64, 20, 63)
@@ -191,70 +171,52 @@ def test_model_and_server_are_described(tmp_path: Path):
         assert (server.server_type, server.data_parallel_size, server.max_num_seqs) == ("vllm-grpc", 1, 2)
         assert (server.block_size, server.model_dtype, server.active_requests) == (16, "torch.float32", 0)
         assert (await stub.HealthCheck(vp.HealthCheckRequest())).healthy
+        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+        assert chunks[-1].sha256 == hashlib.sha256(b"".join(chunk.data for chunk in chunks)).hexdigest()
 
-    run(scene, play)
 
-
-def test_without_sampling_defaults_none_are_described(tmp_path: Path):
+@play
+async def test_without_sampling_defaults_none_are_described(tmp_path):
     """As with --generation-config none."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(served(behind_socket=False, directory=tmp_path)) as (stub, _):
         assert (await stub.GetModelInfo(vp.GetModelInfoRequest())).default_sampling_params_json == ""
 
-    run(served(behind_socket=False, directory=tmp_path), play)
 
-
-def test_the_tokenizer_comes_whole(tmp_path: Path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
-        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
-        data = b"".join(chunk.data for chunk in chunks)
-        assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
-
-    run(served(behind_socket=False, directory=tmp_path), play)
-
-
-def test_loads_are_those_of_the_engine():
+@play
+async def test_loads_are_those_of_the_engine():
     scene = served(behind_socket=False)
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(scene) as (stub, _):
         (idle,) = (await stub.GetLoads(vp.GetLoadsRequest())).loads
         assert (idle.num_running_reqs, idle.num_waiting_reqs, idle.token_usage, idle.gen_throughput) == (0, 0, 0, 0)
         assert (idle.max_total_num_tokens, idle.max_running_requests, idle.num_used_tokens) == (32 * 16, 2, 0)
         await read_all(stub.Generate(request()))
         await read_all(stub.Generate(request()))
-        await until_idle(scene)
+        await scene.until_idle()
         answer = await stub.GetLoads(vp.GetLoadsRequest())
         assert answer.loads[0].gen_throughput > 0
         assert answer.loads[0].token_usage == 0
         assert (answer.dp_rank_count, len(answer.loads)) == (1, 1)
 
-    run(scene, play)
 
-
-def test_a_draining_server_says_so_and_takes_nothing():
+@play
+async def test_a_draining_server_says_so_and_takes_nothing():
     scene = served(behind_socket=False)
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(scene) as (stub, _):
         await scene.handler.drain(1.0)
         health = await stub.HealthCheck(vp.HealthCheckRequest())
         assert (health.healthy, health.message) == (False, "draining")
-        with pytest.raises(grpc.RpcError) as refused:
-            await stub.Generate(request()).read()
-        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-
-    run(scene, play)
+        code, _ = await error_of(stub.Generate(request()).read())
+        assert code == grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("behind_socket", [False, True])
-def test_events_say_what_a_prompt_leaves_and_a_flush_drops(behind_socket: bool):
+@play
+async def test_events_say_what_a_prompt_leaves_and_a_flush_drops(behind_socket):
     scene = served(behind_socket=behind_socket)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5, 0]
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+    async with calling(scene) as (stub, _):
         given = request(max_tokens=2, stream=False)
         given.tokenized.input_ids[:] = prompt
         await read_all(stub.Generate(given))  # nobody watches: these blocks are forgotten
@@ -277,39 +239,23 @@ def test_events_say_what_a_prompt_leaves_and_a_flush_drops(behind_socket: bool):
         assert only.complete.cached_tokens == 0
         events.cancel()
 
-    run(scene, play)
 
-
-def test_a_flush_waits_no_longer_than_allowed():
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
-        with pytest.raises(grpc.RpcError) as refused:
-            await stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=-1))
-        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "allowed range [0, 600] s" in refused.value.details()
-
-    run(served(behind_socket=False), play)
-
-
-def test_events_need_the_option():
+@play
+async def test_events_need_the_option():
     scene = served(behind_socket=False)
     scene.has_kv_events = False
-
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
-        with pytest.raises(grpc.RpcError) as refused:
-            await stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read()
-        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
-        assert "--kv-events" in refused.value.details()
-
-    run(scene, play)
+    async with calling(scene) as (stub, _):
+        code, details = await error_of(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read())
+        assert code == grpc.StatusCode.UNIMPLEMENTED
+        assert "--kv-events" in details
 
 
-def test_several_outputs_and_the_prompt_s_log_probabilities():
-    async def play(stub: VllmEngineStub, _: GenerationStub) -> None:
+@play
+async def test_several_outputs_and_the_prompt_s_log_probabilities():
+    async with calling(served(behind_socket=False)) as (stub, _):
         params = {"n": 2, "prompt_logprobs": 1, "max_tokens": 3, "temperature": 1.0, "seed": 1}
         answers = [one.complete for one in await read_all(stub.Generate(request(stream=False, **params)))]
         assert sorted(one.index for one in answers) == [0, 1]
         assert all(one.completion_tokens == 3 for one in answers)
         assert list(answers[0].input_logprobs.token_ids) == [3, 1, 4]
         assert len(answers[0].input_logprobs.token_logprobs) == 3
-
-    run(served(behind_socket=False), play)

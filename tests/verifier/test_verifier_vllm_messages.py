@@ -38,8 +38,9 @@ def test_unset_parameters_are_vllms_defaults():
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1, 0, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
     assert params.max_tokens == 2**31 - 1  # as far as the context goes
-    assert not params.HasField("seed")
-    assert not params.HasField("logprobs")
+    assert not any(params.HasField(name) for name in ("seed", "logprobs", "structured_output"))
+    assert not read_request(request(), CONTEXT).HasField("truncate_prompt_tokens")
+    assert read_params(temperature=0.0).HasField("temperature")
 
 
 def test_every_sampling_parameter_is_read():
@@ -68,22 +69,14 @@ def test_every_sampling_parameter_is_read():
         assert (dict(read) if name == "logit_bias" else list(read) if name.startswith("stop") else read) == value, name
 
 
-def test_a_temperature_of_zero_stays_zero():
-    assert read_params(temperature=0.0).temperature == 0
-    assert read_params(temperature=0.0).HasField("temperature")
-
-
 @pytest.mark.parametrize(("given", "kept"), [(2, 2), (900, 900), (-1, CONTEXT - 1)])
 def test_truncation_to_the_context_leaves_room_for_a_token(given: int, kept: int):
     assert read_request(request(truncate_prompt_tokens=given), CONTEXT).truncate_prompt_tokens == kept
 
 
-def test_without_truncation_the_whole_prompt_is_kept():
-    assert not read_request(request(), CONTEXT).HasField("truncate_prompt_tokens")
-
-
-def test_text_is_read():
-    assert read_request(vp.GenerateRequest(text="ab"), CONTEXT).text == "ab"
+def test_prompts_and_the_number_of_outputs_are_read():
+    assert read_request(vp.GenerateRequest(text="ab", data_parallel_rank=0), CONTEXT).text == "ab"
+    assert [read_request(request(n=given), CONTEXT).n for given in (0, 1, 3)] == [1, 1, 3]
 
 
 def test_an_empty_list_of_tokens_is_left_to_the_contract():
@@ -120,10 +113,6 @@ def test_what_is_not_served_is_refused_by_name(given: vp.GenerateRequest, field:
     assert refused.value.field == field
 
 
-def test_rank_zero_is_served():
-    assert read_request(vp.GenerateRequest(data_parallel_rank=0, text="a"), CONTEXT).text == "a"
-
-
 def outputs(*, logprobs: bool = False) -> list[pb.GenerateResponse]:
     def piece(ids: list[int]) -> pb.GenerateResponse:
         given = [pb.TokenLogprobs(logprob=-one, rank=1, top_ids=[one, 9], top_logprobs=[-one, -7]) for one in ids]
@@ -157,9 +146,8 @@ def test_without_a_stream_there_is_one_response():
 
 
 def test_the_stop_text_and_the_length_are_told():
-    writer = ResponseWriter(request(), PROMPT)
     stop = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, stop_text="ab", statistics=STATISTICS)
-    (message,) = writer.write(stop)
+    (message,) = ResponseWriter(request(), PROMPT).write(stop)
     assert (message.complete.finish_reason, message.complete.matched_stop_str) == ("stop", "ab")
     length = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH, statistics=STATISTICS)
     (message,) = ResponseWriter(request(), PROMPT).write(length)
@@ -176,17 +164,12 @@ def test_logprobs_of_a_stream_are_in_its_chunks():
     assert not last.complete.HasField("output_logprobs")
 
 
-def test_logprobs_without_a_stream_are_all_in_its_end():
-    (only,) = written(request(logprobs=2), logprobs=True)
+@pytest.mark.parametrize(("top", "num_top_lists"), [(2, 5), (0, 0)])
+def test_logprobs_without_a_stream_are_all_in_its_end(top: int, num_top_lists: int):
+    (only,) = written(request(logprobs=top), logprobs=True)
     assert list(only.complete.output_logprobs.token_ids) == [1, 2, 3, 4, 5]
     assert list(only.complete.output_logprobs.token_logprobs) == [-1, -2, -3, -4, -5]
-    assert len(only.complete.output_logprobs.top_logprobs) == 5
-
-
-def test_logprobs_of_the_drawn_token_alone_have_no_others():
-    (only,) = written(request(logprobs=0), logprobs=True)
-    assert len(only.complete.output_logprobs.token_logprobs) == 5
-    assert not only.complete.output_logprobs.top_logprobs
+    assert len(only.complete.output_logprobs.top_logprobs) == num_top_lists
 
 
 def test_an_aborted_request_ends_with_its_tokens():
@@ -195,11 +178,6 @@ def test_an_aborted_request_ends_with_its_tokens():
     (only,) = writer.aborted()
     complete = only.complete
     assert (complete.finish_reason, list(complete.output_ids), complete.completion_tokens) == ("abort", [1, 2], 2)
-
-
-@pytest.mark.parametrize(("given", "read"), [(0, 1), (1, 1), (3, 3)])
-def test_the_number_of_outputs_is_read(given: int, read: int):
-    assert read_request(request(n=given), CONTEXT).n == read
 
 
 def test_each_output_has_its_own_chunks_and_end():
@@ -282,7 +260,3 @@ def test_structured_output_is_read(name: str, given: Any):
 def test_a_choice_is_read():
     read = read_params(choice=vp.ChoiceConstraint(choices=["yes", "no"])).structured_output
     assert list(read.choice.values) == ["yes", "no"]
-
-
-def test_without_a_constraint_any_text_is_output():
-    assert not read_params().HasField("structured_output")
