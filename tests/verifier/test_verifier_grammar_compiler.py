@@ -117,6 +117,17 @@ def test_a_trial_that_was_killed_leaves_no_process() -> None:
     assert set(multiprocessing.active_children()) <= set(others)
 
 
+def test_a_trial_that_ended_between_two_grammars_is_started_anew() -> None:
+    others = multiprocessing.active_children()
+    trial, grammar = Trial(), source_of({"regex": "a"}).text
+    assert trial.error_of(grammar, 30.0) == ""
+    (process,) = set(multiprocessing.active_children()) - set(others)
+    process.kill()
+    process.join()
+    assert trial.error_of(grammar, 30.0) == ""
+    trial.close()
+
+
 def test_a_request_cancelled_as_it_gets_its_matcher_is_dropped(monkeypatch):
     """The engine would get the cancellation first, know nothing of the request, and compute it for nobody."""
     config = speculative_config_from_mapping({"num_speculative_tokens": 4})

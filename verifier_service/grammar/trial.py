@@ -58,6 +58,8 @@ class Trial:
         Raises:
             TimeoutError: If the compilation takes longer than `limit_s` seconds.
         """
+        if self._process is not None and not self._process.is_alive():
+            self.close()  # it ended between two grammars, of which none is the cause
         try:
             connection = self._start() if self._connection is None else self._connection
             connection.send(grammar)
