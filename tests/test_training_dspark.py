@@ -12,6 +12,7 @@ from training.dspark import DSparkHead, target_layers
 from training.export import exported_weights
 from training.families import DSpark, Sizes
 from training.layers import HeadShape
+from training.objectives import draw_anchors
 from training.target import Target
 
 ANCHOR, SIZE = 11, 4
@@ -76,6 +77,15 @@ def test_blocks_do_not_see_each_other_nor_what_follows() -> None:
     changed[:, 9:] += 1
     beside = head.block(changed, target_tokens, torch.tensor([[5, 9, 15]]), embedding)
     torch.testing.assert_close(beside.hidden[:, 1], alone.hidden[:, 0])
+
+
+def test_anchors_are_different_usable_positions() -> None:
+    usable = torch.arange(40).repeat(2, 1) >= torch.tensor([[30], [37]])
+    anchors = draw_anchors(usable, 8).sort().values
+    assert all(len(row.unique()) == 8 for row in anchors)
+    assert (anchors[0] >= 30).all()
+    assert anchors[1, -3:].tolist() == [37, 38, 39]
+    assert draw_anchors(usable, 100).shape == (2, 40)
 
 
 def test_the_exported_head_has_the_scale_of_the_channels() -> None:

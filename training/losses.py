@@ -77,15 +77,14 @@ class Rows(NamedTuple):
     """Rows of one loss.
 
     Attributes:
-        states: The head's states before lm_head, [R, hidden].
-        latent: Output of the Markov head before W2, [R, rank]; None without a Markov head.
+        inputs: The head's states before lm_head, [R, hidden]; with a Markov head followed by its output before W2,
+            [R, hidden + rank].
         teacher: The target's states before lm_head, [R, hidden].
         tokens: The tokens that the target generated, [R] int64.
         weights: Weight of each row's loss, [R] float32; the content of rows with weight 0 is arbitrary.
     """
 
-    states: Tensor
-    latent: Tensor | None
+    inputs: Tensor
     teacher: Tensor
     tokens: Tensor
     weights: Tensor
@@ -94,41 +93,26 @@ class Rows(NamedTuple):
 class _Distil(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        latent: Tensor | None,
-        output: Tensor,
-        markov: Tensor | None,
-        fixed: tuple[Rows, Tensor, Mixture, Terms],
+        ctx: Any, inputs: Tensor, trained: Tensor | None, frozen: Tensor | None, fixed: tuple[Rows, Tensor, Mixture, Terms]
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, teacher_output, mixture, terms = fixed
         dtype = teacher_output.dtype
-        needs_output = ctx.needs_input_grad[2]
-        weight, bias = output.to(dtype), None if markov is None else markov.to(dtype)
-        d_states = torch.empty_like(states)
-        d_latent = None if latent is None else torch.empty_like(latent)
-        d_output = torch.zeros_like(output) if needs_output else None
-        d_markov = None if markov is None else torch.zeros_like(markov)
-        loss = torch.zeros((), device=states.device)
+        weight = torch.cat([part.to(dtype) for part in (frozen, trained) if part is not None], dim=1)
+        d_inputs = torch.empty_like(inputs)
+        d_trained = None if trained is None else torch.zeros_like(trained)
+        loss = torch.zeros((), device=inputs.device)
         accept, hit = torch.empty_like(rows.weights), torch.empty_like(rows.weights)
-        for first in range(0, len(states), PIECE):
+        for first in range(0, len(inputs), PIECE):
             piece = slice(first, first + PIECE)
-            inputs = states[piece].to(dtype)
-            logits = inputs @ weight.T
-            if latent is not None and bias is not None:
-                factors = latent[piece].to(dtype)
-                logits = logits + factors @ bias.T
+            own = inputs[piece].to(dtype)
             wanted = rows.teacher[piece] @ teacher_output.T
-            weighted, statistics = terms(logits, wanted, rows.tokens[piece], rows.weights[piece], mixture)
+            weighted, statistics = terms(own @ weight.T, wanted, rows.tokens[piece], rows.weights[piece], mixture)
             loss += (statistics.loss * rows.weights[piece]).sum()
             accept[piece], hit[piece] = statistics.accept, statistics.hit
-            d_states[piece] = (weighted @ weight).to(d_states.dtype)
-            if d_output is not None:
-                d_output += weighted.T @ inputs
-            if d_latent is not None and d_markov is not None and bias is not None:
-                d_latent[piece] = (weighted @ bias).to(d_latent.dtype)
-                d_markov += weighted.T @ factors
-        ctx.gradients = (d_states, d_latent, d_output, d_markov)
+            d_inputs[piece] = (weighted @ weight).to(d_inputs.dtype)
+            if d_trained is not None:
+                d_trained += weighted.T @ own[:, -d_trained.shape[1] :]
+        ctx.gradients = (d_inputs, d_trained)
         ctx.mark_non_differentiable(accept, hit)
         return loss, accept, hit
 
@@ -136,23 +120,25 @@ class _Distil(Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         del ctx.gradients
-        return *(None if gradient is None else gradient * d_loss for gradient in gradients), None
+        return *(None if gradient is None else gradient * d_loss for gradient in gradients), None, None
 
 
 def distil(
     rows: Rows,
-    output: Tensor,
-    markov: Tensor | None,
+    frozen: Tensor | None,
+    trained: Tensor | None,
     teacher_output: Tensor,
     mixture: Mixture,
     terms: Terms = row_terms,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the weighted losses, and `accept` and `hit` of each row [R] without gradient.
 
+    The logits are the product of `rows.inputs` with the concatenation of `frozen` and `trained`.
+
     Args:
         rows: The rows.
-        output: The head's lm_head, [V, hidden].
-        markov: W2 of the Markov head, [V, rank], or None.
+        frozen: Columns of the output weights without gradient, [V, n]: the target's lm_head; or None.
+        trained: Columns with gradient, [V, m]: the head's own lm_head, or W2 of the Markov head; or None.
         teacher_output: The target's lm_head over the head's vocabulary, [V, hidden]. Products have its dtype.
         mixture: Weights of the losses.
         terms: `row_terms` or its compiled form.
@@ -160,6 +146,6 @@ def distil(
     count = len(rows.tokens)
     # Pad to pieces of one size, so that `terms` is compiled once.
     missing = -count % min(PIECE, 64 * max(1, -(-count // 64)))
-    rows = Rows(*(None if x is None else F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in rows))  # type: ignore[arg-type]
-    loss, accept, hit = _Distil.apply(rows.states, rows.latent, output, markov, (rows, teacher_output, mixture, terms))
+    rows = Rows(*(F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) for x in rows))
+    loss, accept, hit = _Distil.apply(rows.inputs, trained, frozen, (rows, teacher_output, mixture, terms))
     return loss, accept[:count], hit[:count]

@@ -70,20 +70,27 @@ class Eagle3Objective:
         weights = counted * decay
         kept = weights.flatten().nonzero().squeeze(-1)
         ids = self.head.draft_ids
-        output = self.target.output if self.head.lm_head is None else self.head.lm_head.weight
+        frozen, trained = (self.target.output, None) if self.head.lm_head is None else (None, self.head.lm_head.weight)
         teacher_output = self.target.output if ids is None else self.target.output[ids]
         # This loss does not depend on the labels, which may be outside a reduced vocabulary.
         labels = labels if ids is None else torch.zeros_like(labels)
         selected = Rows(
             torch.stack(chain, dim=2).flatten(0, 2)[kept],
-            None,
             teacher.flatten(0, 2)[kept],
             labels.flatten()[kept],
             (weights / weights.sum().clamp_min(1e-9)).flatten()[kept],
         )
-        loss, accept, hit = distil(selected, output, None, teacher_output, EAGLE3, self.terms)
+        loss, accept, hit = distil(selected, frozen, trained, teacher_output, EAGLE3, self.terms)
         step_of = F.one_hot(kept % self.steps, self.steps).float()
         return Report(loss, _means(hit[:, None], step_of), _means(accept[:, None], step_of))
+
+
+def draw_anchors(usable: Tensor, count: int) -> Tensor:
+    """Return different random positions [B, count] of each row of `usable` [B, T] bool, at most T.
+
+    Rows with fewer usable positions are filled up with other positions.
+    """
+    return torch.multinomial(usable.float() + 1e-9, min(count, usable.shape[1]))
 
 
 class DSparkObjective:
@@ -102,7 +109,7 @@ class DSparkObjective:
         size = self.head.block_size
         states, final = self.target.states(tokens, [layer + 1 for layer in self.layers])
         usable = own[:, :-1] & own[:, 1:]
-        anchors = torch.multinomial(usable.float() + 1e-9, self.anchors, replacement=True)
+        anchors = draw_anchors(usable, self.anchors)
         padded = F.pad(tokens, (0, size))
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=final.dtype == torch.bfloat16):
             block = self.head.block(states, padded, anchors, self.target.embedding)
@@ -114,8 +121,7 @@ class DSparkObjective:
         weights = counted * torch.exp(-offsets / SLOT_DECAY)
         weights = weights / weights.sum().clamp_min(1e-9)
         rows = Rows(
-            block.hidden.flatten(0, 2),
-            block.latent.flatten(0, 2),
+            torch.cat([block.hidden, block.latent], dim=-1).flatten(0, 2),
             F.pad(final, (0, 0, 0, size))[batch, places].flatten(0, 2),
             padded[batch, places + 1].flatten(),
             weights.flatten(),
