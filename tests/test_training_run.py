@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_target import NUM_LAYERS, write_chat_target
+from safetensors.torch import load_file
 
 from drafter_service.heads import load_head
 
@@ -31,6 +32,16 @@ def test_a_head_is_trained_resumed_and_served(tmp_path: Path, head: str) -> None
     assert again["steps"] == first["steps"] > 0, "a finished run is not trained further"
     served = load_head(tmp_path / head, tmp_path / "target", torch.float32, torch.device("cpu"))
     assert (served.spec.method, served.spec.target_num_layers) == (head, NUM_LAYERS)
+
+
+def test_a_run_starts_from_an_exported_head(tmp_path: Path) -> None:
+    write_chat_target(tmp_path / "target")
+    run(tmp_path, "dspark", "--stages", "data", "train", "--train-minutes", "0.02", "--states-gib", "1")
+    (tmp_path / "work" / "dspark.pt").unlink()
+    (tmp_path / "dspark").rename(tmp_path / "first")
+    run(tmp_path, "dspark", "--stages", "train", "--train-minutes", "0", "--initial-head", str(tmp_path / "first"))
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "dspark"))
+    assert all(torch.allclose(second[name], first[name], rtol=0.01) for name in first)
 
 
 def test_a_reduced_vocabulary_is_what_the_target_writes(tmp_path: Path) -> None:

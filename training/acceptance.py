@@ -117,11 +117,14 @@ def repeated_share(tokens: list[int], n: int = 8) -> float:
 
 
 @torch.no_grad()
-def answer_drafts(target: Target, head: torch.nn.Module, layers: list[int], texts: Texts, k: int) -> Iterator[Drafts]:
-    """Yield the drafts of each row of texts: one row of drafts per answer token that k + 1 more follow."""
+def answer_drafts(target: Target, head: torch.nn.Module, entered: list[int], texts: Texts, k: int) -> Iterator[Drafts]:
+    """Yield the drafts of each row of texts: one row of drafts per answer token that k + 1 more follow.
+
+    The head's features are the inputs of the target's layers `entered`.
+    """
     for first in range(0, len(texts.tokens), ROWS):
         tokens, own = texts.tokens[first : first + ROWS], texts.own[first : first + ROWS]
-        features, final = target.states(tokens, _entered(head, layers))
+        features, final = target.states(tokens, entered)
         for row in range(len(tokens)):
             places = own[row].nonzero().squeeze(-1)  # an answer's tokens are contiguous
             anchors = places[: max(0, len(places) - k - 1)]
@@ -136,11 +139,6 @@ class _Text(NamedTuple):
     tokens: Tensor  # [T]
     features: Tensor  # [T, n * hidden]
     final: Tensor  # [T, hidden]
-
-
-def _entered(head: torch.nn.Module, layers: list[int]) -> list[int]:
-    """Return the layers whose inputs are the head's features; DSpark configs name layers by their outputs."""
-    return [layer + 1 for layer in layers] if isinstance(head, DSparkHead) else layers
 
 
 def _eagle3_drafts(target: Target, head: Eagle3Head, text: _Text, anchors: Tensor, k: int) -> Drafts:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from training.chat import opening_prompts, read_turns
 from training.generate import Texts, write
@@ -62,7 +61,7 @@ def write_conversations(
 
 
 def save_texts(texts: Texts, path: Path, vocab_size: int) -> None:
-    """Write a file that `Conversations` reads."""
+    """Write a file that `load_conversations` reads."""
     kind = np.uint16 if vocab_size <= 65536 else np.int32
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
@@ -70,29 +69,15 @@ def save_texts(texts: Texts, path: Path, vocab_size: int) -> None:
     unfinished.rename(path)
 
 
-class Conversations:
-    """All conversations of a folder on a device, in batches that are reshuffled every epoch."""
-
-    def __init__(self, folder: Path, batch: int, device: torch.device) -> None:
-        files = sorted(folder.glob("conversations-*.npz"))
-        if not files:
-            raise SystemExit(f"{folder} has no conversations; run the stage `data` first")
-        tokens, own = [], []
-        for file in files:
-            with np.load(file) as arrays:
-                tokens.append(torch.from_numpy(arrays["tokens"].astype(np.int32)))
-                own.append(torch.from_numpy(np.unpackbits(arrays["own"], axis=1).astype(bool)))
-        self.tokens = torch.cat(tokens).to(device)
-        self.own = torch.cat([part[:, : self.tokens.shape[1]] for part in own]).to(device)
-        self.batch = min(batch, len(self.tokens))
-        self.batches = len(self.tokens) // self.batch
-        self.epoch = -1
-
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch of a training step: tokens [batch, L] int64, and a mask of answer tokens [batch, L] bool."""
-        epoch, index = divmod(step, self.batches)
-        if epoch != self.epoch:
-            order = torch.randperm(len(self.tokens), generator=torch.Generator().manual_seed(epoch))
-            self.order, self.epoch = order.to(self.tokens.device), epoch
-        rows = self.order[index * self.batch : (index + 1) * self.batch]
-        return self.tokens[rows].long(), self.own[rows]
+def load_conversations(folder: Path, device: torch.device) -> Texts:
+    """Return all conversations of a folder, on a device; their tokens are int32."""
+    files = sorted(folder.glob("conversations-*.npz"))
+    if not files:
+        raise SystemExit(f"{folder} has no conversations; run the stage `data` first")
+    tokens, own = [], []
+    for file in files:
+        with np.load(file) as arrays:
+            tokens.append(torch.from_numpy(arrays["tokens"].astype(np.int32)))
+            own.append(torch.from_numpy(np.unpackbits(arrays["own"], axis=1).astype(bool)))
+    joined = torch.cat(tokens).to(device)
+    return Texts(joined, torch.cat([part[:, : joined.shape[1]] for part in own]).to(device))

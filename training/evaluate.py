@@ -73,7 +73,7 @@ def evaluate(
     """Return the acceptance of greedy and sampled drafts, by prompt set, temperature and k."""
     report: dict[str, Any] = {"new_tokens": new_tokens}
     for (name, temperature), texts in answers.items():
-        drafts = list(answer_drafts(target, family.head, family.layers, texts, max(LENGTHS)))
+        drafts = list(answer_drafts(target, family.head, family.entered, texts, max(LENGTHS)))
         report[f"{name}, temperature {temperature:g}"] = _count(drafts, texts, temperature)
     return report
 

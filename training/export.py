@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftwire.contract.errors import CheckpointError
 from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
 from training.layers import HeadShape
@@ -33,12 +33,12 @@ def _common_config(shape: HeadShape, end: int) -> dict[str, Any]:
     }
 
 
-def export_eagle3(head: Eagle3Head, layers: list[int], directory: Path, end: int) -> None:
-    """Write the published EAGLE-3 layout (SafeAILab/EAGLE), which vLLM loads.
+def eagle3_config(head: Eagle3Head, layers: list[int], end: int) -> dict[str, Any]:
+    """Return config.json of the published EAGLE-3 layout (SafeAILab/EAGLE), which vLLM loads.
 
     A head with the target's whole vocabulary is written without lm_head.
     """
-    state, shape = exported_weights(head), head.shape
+    shape = head.shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -48,16 +48,16 @@ def export_eagle3(head: Eagle3Head, layers: list[int], directory: Path, end: int
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     }
     # EAGLE's code loads the target's embedding only if this key is absent, so write it only if the widths differ.
-    target_hidden_size = state["fc.weight"].shape[1] // len(layers)
+    target_hidden_size = head.fc.in_features // len(layers)
     if target_hidden_size != shape.hidden_size:
         config["target_hidden_size"] = target_hidden_size
-    _write(config, state, directory)
+    return config
 
 
-def export_dspark(head: DSparkHead, layers: list[int], target_layers: int, directory: Path, end: int) -> None:
-    """Write the flat layout of deepseek-ai (`Qwen3DSparkModel`), without the target's embedding and lm_head."""
+def dspark_config(head: DSparkHead, layers: list[int], target_layers: int, end: int) -> dict[str, Any]:
+    """Return config.json of deepseek-ai's flat layout (`Qwen3DSparkModel`), without the target's weights."""
     shape = head.shape
-    config = {
+    return {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
         **_common_config(shape, end),
@@ -74,7 +74,6 @@ def export_dspark(head: DSparkHead, layers: list[int], target_layers: int, direc
         "target_layer_ids": layers,
         "use_sliding_window": False,
     }
-    _write(config, exported_weights(head), directory)
 
 
 def exported_weights(head: Eagle3Head | DSparkHead) -> dict[str, Tensor]:
@@ -85,19 +84,32 @@ def exported_weights(head: Eagle3Head | DSparkHead) -> dict[str, Tensor]:
     return state
 
 
-def load_weights(head: torch.nn.Module, directory: Path) -> None:
-    """Load exported weights into a head of the same shape, in float32."""
+def load_head(head: Eagle3Head | DSparkHead, config: dict[str, Any], directory: Path) -> None:
+    """Load exported weights into a head with this config, in float32; its scale of the states remains.
+
+    Raises:
+        CheckpointError: If config.json of the directory differs.
+    """
+    file = directory / "config.json"
+    found = json.loads(file.read_text())
+    for key, value in config.items():
+        if found.get(key) != value:
+            raise CheckpointError(
+                f"{file}: {key} = {found.get(key)}, but must be {value}, that of the head in training"
+            )
     state: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        state |= load_file(file)
-    state["fc.scale"] = torch.ones(state["fc.weight"].shape[1])
-    head.load_state_dict({name: w.float() if w.is_floating_point() else w for name, w in state.items()})
+    for shard in sorted(directory.glob("*.safetensors")):
+        state |= load_file(shard)
+    state = {name: w.float() if w.is_floating_point() else w for name, w in state.items()}
+    scale = head.fc.scale
+    state |= {"fc.scale": scale, "fc.weight": state["fc.weight"].to(scale.device) * scale}
+    head.load_state_dict(state)
 
 
-def _write(config: dict[str, Any], state: dict[str, Tensor], directory: Path) -> None:
+def export_head(head: Eagle3Head | DSparkHead, config: dict[str, Any], directory: Path) -> None:
     """Write config.json and shards of at most SHARD_BYTES."""
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: _rounded(value) for name, value in state.items()}
+    weights = {name: _rounded(value) for name, value in exported_weights(head).items()}
     parts: list[dict[str, Tensor]] = [{}]
     room = SHARD_BYTES
     for name, tensor in weights.items():

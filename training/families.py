@@ -1,16 +1,17 @@
 """The families of heads: how each is created for a target, trained, exported and loaded."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from training import dspark, eagle3
-from training.conversations import Conversations
+from training.batches import Batches
 from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
-from training.export import export_dspark, export_eagle3, load_weights
+from training.export import dspark_config, eagle3_config, export_head, load_head
 from training.layers import shape_of
 from training.losses import Terms
 from training.objectives import DSparkObjective, Eagle3Objective, Objective
@@ -38,32 +39,41 @@ class Sizes:
     steps: int = 7
 
 
-class Family(Protocol):
+class Family(ABC):
     """A head for one target.
 
     Attributes:
         head: The trained module.
         outer: Name prefixes of the matrices that AdamW trains; Muon trains the others.
         layers: The target layers whose states are the head's features, in the family's own numbering.
+        entered: The target layers whose inputs are these states.
     """
 
+    head: Any
     outer: tuple[str, ...]
     layers: list[int]
+    entered: list[int]
 
-    @property
-    def head(self) -> torch.nn.Module: ...
-
-    def prepare(self, conversations: Conversations) -> None:
+    @abstractmethod
+    def prepare(self, batches: Batches) -> None:
         """Initialize the parts of the head that depend on the data."""
 
+    @abstractmethod
     def objective(self, terms: Terms) -> Objective: ...
 
-    def export(self, directory: Path) -> None: ...
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Return config.json of the exported head."""
 
-    def load(self, directory: Path) -> None: ...
+    def export(self, directory: Path) -> None:
+        export_head(self.head, self.config(), directory)
+
+    def load(self, directory: Path) -> None:
+        """Load an exported head of the same config."""
+        load_head(self.head, self.config(), directory)
 
 
-class Eagle3:
+class Eagle3(Family):
     """An EAGLE-3 head with one layer of the target's shape."""
 
     outer: tuple[str, ...] = ("lm_head",)
@@ -72,15 +82,15 @@ class Eagle3:
         config = target.config
         shape = shape_of(config, num_hidden_layers=1)
         self.target, self.sizes, self.end = target, sizes, end
-        self.layers = eagle3.feature_layers(config.num_hidden_layers)
+        self.layers = self.entered = eagle3.feature_layers(config.num_hidden_layers)
         self.head = Eagle3Head(shape, config.hidden_size, sizes.draft_vocab_size).to(target.device)
 
-    def prepare(self, conversations: Conversations) -> None:
+    def prepare(self, batches: Batches) -> None:
         """Set the scale of the target's states, the draft vocabulary and its rows of the target's lm_head."""
-        self.head.fc.measure(self.target.states(conversations[0][0], self.layers)[0][:, 1:])
+        self.head.fc.measure(batches[0].states[:, 1:])
         if self.head.lm_head is None:
             return
-        written = conversations.tokens[conversations.own]
+        written = batches.texts.tokens[batches.texts.own]
         counts = torch.bincount(written, minlength=self.head.shape.vocab_size)
         ids = counts.topk(self.head.lm_head.out_features).indices.sort().values
         self.head.set_draft_vocabulary(ids)
@@ -88,16 +98,13 @@ class Eagle3:
         print(f"the draft vocabulary covers {counts[ids].sum() / counts.sum():.4f} of the answers", flush=True)
 
     def objective(self, terms: Terms) -> Objective:
-        return Eagle3Objective(self.target, self.head, self.layers, self.sizes.steps, terms)
+        return Eagle3Objective(self.target, self.head, self.sizes.steps, terms)
 
-    def export(self, directory: Path) -> None:
-        export_eagle3(self.head, self.layers, directory, self.end)
-
-    def load(self, directory: Path) -> None:
-        load_weights(self.head, directory)
+    def config(self) -> dict[str, Any]:
+        return eagle3_config(self.head, self.layers, self.end)
 
 
-class DSpark:
+class DSpark(Family):
     """A DSpark head with layers of the target's shape."""
 
     outer: tuple[str, ...] = ("markov_head.markov", "confidence_head")
@@ -107,19 +114,16 @@ class DSpark:
         shape = shape_of(config, num_hidden_layers=sizes.draft_layers, intermediate_size=sizes.intermediate_size)
         self.target, self.sizes, self.end = target, sizes, end
         self.layers = dspark.target_layers(config.num_hidden_layers, 4)
+        self.entered = [layer + 1 for layer in self.layers]
         width = len(self.layers) * config.hidden_size
         self.head = DSparkHead(shape, width, sizes.block_size, sizes.markov_rank, mask_token).to(target.device)
 
-    def prepare(self, conversations: Conversations) -> None:
+    def prepare(self, batches: Batches) -> None:
         """Set the scale of the target's states."""
-        entered = [layer + 1 for layer in self.layers]
-        self.head.fc.measure(self.target.states(conversations[0][0], entered)[0][:, 1:])
+        self.head.fc.measure(batches[0].states[:, 1:])
 
     def objective(self, terms: Terms) -> Objective:
-        return DSparkObjective(self.target, self.head, self.layers, self.sizes.anchors, terms)
+        return DSparkObjective(self.target, self.head, self.sizes.anchors, terms)
 
-    def export(self, directory: Path) -> None:
-        export_dspark(self.head, self.layers, self.target.config.num_hidden_layers, directory, self.end)
-
-    def load(self, directory: Path) -> None:
-        load_weights(self.head, directory)
+    def config(self) -> dict[str, Any]:
+        return dspark_config(self.head, self.layers, self.target.config.num_hidden_layers, self.end)

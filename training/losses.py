@@ -93,7 +93,11 @@ class Rows(NamedTuple):
 class _Distil(Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, trained: Tensor | None, frozen: Tensor | None, fixed: tuple[Rows, Tensor, Mixture, Terms]
+        ctx: Any,
+        inputs: Tensor,
+        trained: Tensor | None,
+        frozen: Tensor | None,
+        fixed: tuple[Rows, Tensor, Mixture, Terms],
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, teacher_output, mixture, terms = fixed
         dtype = teacher_output.dtype

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.batches import Batch
 from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head
 from training.losses import DSPARK, EAGLE3, Rows, Terms, distil
@@ -33,8 +34,7 @@ class Report(NamedTuple):
 class Objective(Protocol):
     """The training objective of a head."""
 
-    def loss(self, tokens: Tensor, own: Tensor) -> Report:
-        """Return the report for tokens [B, T] int64; `own` [B, T] bool marks answer tokens."""
+    def loss(self, batch: Batch) -> Report: ...
 
 
 def _means(values: Tensor, weights: Tensor) -> Tensor:
@@ -48,11 +48,11 @@ class Eagle3Objective:
     `steps` chained steps use the head's own states and the target's tokens; step s has the weight 0.8^s.
     """
 
-    def __init__(self, target: Target, head: Eagle3Head, layers: list[int], steps: int, terms: Terms) -> None:
-        self.target, self.head, self.layers, self.steps, self.terms = target, head, layers, steps, terms
+    def __init__(self, target: Target, head: Eagle3Head, steps: int, terms: Terms) -> None:
+        self.target, self.head, self.steps, self.terms = target, head, steps, terms
 
-    def loss(self, tokens: Tensor, own: Tensor) -> Report:
-        features, final = self.target.states(tokens, self.layers)
+    def loss(self, batch: Batch) -> Report:
+        tokens, own, features, final = batch
         rows = tokens.shape[1] - 1
         padded = F.pad(tokens, (0, self.steps))
 
@@ -101,13 +101,12 @@ class DSparkObjective:
     answer tokens.
     """
 
-    def __init__(self, target: Target, head: DSparkHead, layers: list[int], anchors: int, terms: Terms) -> None:
+    def __init__(self, target: Target, head: DSparkHead, anchors: int, terms: Terms) -> None:
         self.target, self.head, self.anchors, self.terms = target, head, anchors, terms
-        self.layers = layers
 
-    def loss(self, tokens: Tensor, own: Tensor) -> Report:
+    def loss(self, batch: Batch) -> Report:
+        tokens, own, states, final = batch
         size = self.head.block_size
-        states, final = self.target.states(tokens, [layer + 1 for layer in self.layers])
         usable = own[:, :-1] & own[:, 1:]
         anchors = draw_anchors(usable, self.anchors)
         padded = F.pad(tokens, (0, size))
@@ -115,15 +114,15 @@ class DSparkObjective:
             block = self.head.block(states, padded, anchors, self.target.embedding)
         offsets = torch.arange(size, device=tokens.device)
         places = anchors[..., None] + offsets  # the target's state of this position predicts the slot
-        batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+        row = torch.arange(len(tokens), device=tokens.device)[:, None, None]
         answered = F.pad(own, (0, size))
-        counted = (answered[batch, places + 1] & usable.gather(1, anchors)[..., None]).float().cumprod(-1)
+        counted = (answered[row, places + 1] & usable.gather(1, anchors)[..., None]).float().cumprod(-1)
         weights = counted * torch.exp(-offsets / SLOT_DECAY)
         weights = weights / weights.sum().clamp_min(1e-9)
         rows = Rows(
             torch.cat([block.hidden, block.latent], dim=-1).flatten(0, 2),
-            F.pad(final, (0, 0, 0, size))[batch, places].flatten(0, 2),
-            padded[batch, places + 1].flatten(),
+            F.pad(final, (0, 0, 0, size))[row, places].flatten(0, 2),
+            padded[row, places + 1].flatten(),
             weights.flatten(),
         )
         markov = self.head.markov_head.markov_w2.weight

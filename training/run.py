@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from training.conversations import Conversations, write_conversations
+from training.batches import Batches
+from training.conversations import load_conversations, write_conversations
 from training.evaluate import draw_answers, evaluate
 from training.families import DSpark, Eagle3, Family, Sizes
 from training.losses import Mixture, RowStatistics, Terms, row_terms
@@ -54,7 +55,7 @@ def compiled_terms(device: torch.device) -> Terms:
     return terms
 
 
-def train(family: Family, conversations: Conversations, arguments: argparse.Namespace, deadline: float) -> None:
+def train(family: Family, batches: Batches, arguments: argparse.Namespace, deadline: float) -> None:
     """Train the head until the run is finished or `deadline` has passed, and export it."""
     objective = family.objective(compiled_terms(next(family.head.parameters()).device))
     optimizers = Optimizers(family.head, family.outer)
@@ -62,16 +63,18 @@ def train(family: Family, conversations: Conversations, arguments: argparse.Name
     total = 60 * arguments.train_minutes
     run = TimedRun(checkpoint, family.head, optimizers, deadline, total, lambda: family.export(arguments.out))
     if run.step == 0:
-        family.prepare(conversations)
-        objective.loss(*conversations[0]).loss.backward()  # compiles
+        family.prepare(batches)
+        if arguments.initial_head is not None:
+            family.load(arguments.initial_head)
+        objective.loss(batches[0]).loss.backward()  # compiles
         family.head.zero_grad(set_to_none=True)
     run.restart_clock()
     while run.unfinished():
-        tokens, own = conversations[run.step]
-        report = objective.loss(tokens, own)
+        batch = batches[run.step]
+        report = objective.loss(batch)
         report.loss.backward()
-        optimizers.step(learning_rate(run.progress))
-        if run.advance(tokens.numel(), report.loss.detach()):
+        optimizers.step(arguments.peak * learning_rate(run.progress))
+        if run.advance(batch.tokens.numel(), report.loss.detach()):
             for name, rates in (("hits", report.hits), ("accepts", report.accepts)):
                 shown = [round(rate, 3) for rate in rates.tolist()]
                 print(f"  {name} {shown} length {expected_length(rates):.3f}", flush=True)
@@ -97,7 +100,14 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument("--seed", type=int, default=1, help="seed of the conversations; differs for parallel processes")
     training = parser.add_argument_group("train")
     training.add_argument("--train-minutes", type=float, default=4, help="duration of the whole run")
+    training.add_argument(
+        "--initial-head", type=Path, help="exported head with which a new run starts; default: random"
+    )
+    training.add_argument("--peak", type=float, default=1, help="factor of the peak learning rates")
     training.add_argument("--batch", type=int, default=32, help="conversations per step")
+    training.add_argument(
+        "--states-gib", type=float, default=0, help="keep the target's states on the device if they take at most this"
+    )
     defaults = Sizes()
     training.add_argument("--draft-layers", type=int, default=defaults.draft_layers, help="DSpark: layers")
     training.add_argument("--intermediate-size", type=int, default=defaults.intermediate_size, help="DSpark: MLP size")
@@ -139,8 +149,9 @@ def main() -> None:
     sizes = Sizes(**{field.name: getattr(arguments, field.name) for field in fields(Sizes)})
     family = make_family(arguments.head, target, tokenizer, sizes)
     if "train" in arguments.stages:
-        conversations = Conversations(folder, arguments.batch, target.device)
-        train(family, conversations, arguments, began + 60 * arguments.minutes)
+        texts = load_conversations(folder, target.device)
+        batches = Batches(texts, target, family.entered, arguments.batch, arguments.states_gib * 2**30)
+        train(family, batches, arguments, began + 60 * arguments.minutes)
     if "evaluate" in arguments.stages:
         family.load(arguments.out)
         report = evaluate(target, family, answers, arguments.new_tokens)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.dspark import DSparkHead
 from training.eagle3 import Eagle3Head, feature_layers
-from training.export import export_dspark, export_eagle3
+from training.export import dspark_config, eagle3_config, export_head
 from training.layers import HeadShape
 
 Head = TypeVar("Head", bound=torch.nn.Module)
@@ -71,7 +71,8 @@ def make_pair(directory: Path) -> Pair:
         write_head(heads[name], head_dirs[name])
     dspark = _make_dspark(target, tokens)
     head_dirs["dspark"] = directory / "head-dspark"
-    export_dspark(dspark, [layer - 1 for layer in FEATURES], LAYERS, head_dirs["dspark"], end=0)
+    config = dspark_config(dspark, [layer - 1 for layer in FEATURES], LAYERS, end=0)
+    export_head(dspark, config, head_dirs["dspark"])
     return Pair(target_dir, head_dirs, target, heads, dspark)
 
 
@@ -86,7 +87,7 @@ def _make_dspark(target: LlamaForCausalLM, tokens: Tensor) -> DSparkHead:
 
 def write_head(head: Eagle3Head, directory: Path) -> None:
     """Writes a head as it is published."""
-    export_eagle3(head, FEATURES, directory, end=0)
+    export_head(head, eagle3_config(head, FEATURES, end=0), directory)
 
 
 def _make_target() -> LlamaForCausalLM:
