@@ -183,13 +183,13 @@ def test_failure_is_one_line_and_exit_code_1(verifier):
 
 def test_interrupt_prints_the_statistics_so_far(verifier):
     verifier.endless = True
-    process = subprocess.Popen(
-        [sys.executable, "-m", "draftwire_cli", "generate", "--server", verifier.address, "--prompt", "abc"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A shell that runs the tests in the background has them ignore it, and with them what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    # A shell that runs the tests in the background has them ignore the signal, and with them what they start. Popen's
+    # preexec_fn would fork this process with its gRPC threads, which write errors.
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
     )
+    command = [sys.executable, "-m", "draftwire_cli", "generate", "--server", verifier.address, "--prompt", "abc"]
+    process = subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 30
     while not verifier.requests and time.monotonic() < deadline:
         time.sleep(0.02)
