@@ -80,7 +80,7 @@ class GatewayProcess(ChildProcess):
         return super().stop(timeout_s)
 
     def _is_ready(self) -> bool:
-        """Return whether smg has the tokenizer, without which it answers 503, and may route to all verifiers."""
+        """Return whether smg is ready and counts all verifiers as healthy. Without the tokenizer smg answers 503."""
         try:
             return bool(json.loads(_get(f"{self.url}/readiness"))["healthy_workers"] == self._num_verifiers)
         except (urllib.error.URLError, ConnectionError, TimeoutError):

@@ -179,7 +179,7 @@ def _layout(raw: Mapping[str, Any], where: str) -> Literal["flat", "nested", "sp
 
 
 def _anchor_predicts(head: Reader, kind: str) -> bool:
-    """Return whether the anchor predicts the first draft by default, as in DSpark heads but not in DFlash heads."""
+    """Return the default of `sample_from_anchor`: true for DSpark heads, false for DFlash heads."""
     if kind != "nested":
         return kind == "flat"
     is_named = "DSparkDraftModel" in architectures(head.values)

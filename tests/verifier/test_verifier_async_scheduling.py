@@ -76,7 +76,7 @@ class Watched(Served):
 
 
 def decodes(rows: tuple[ScheduledRows, ...]) -> bool:
-    """Return whether a step has a decoding request, and not prompts alone."""
+    """Return whether a step has at least one decoding request."""
     return any(row.is_decoding for row in rows)
 
 

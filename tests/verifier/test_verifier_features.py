@@ -177,7 +177,7 @@ PROMPTS = [[3 + i, 1, 4] for i in range(4)]
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each message with rows whether its features were there before. All are what the store has of the rows."""
+    """For each message with rows: whether its features were copied early. The features must equal the store's rows."""
     was_early: list[bool] = []
     fill = StepSender.fill
 

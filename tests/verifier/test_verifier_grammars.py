@@ -194,7 +194,7 @@ CASES = [
 
 
 def follows(output: dict, text: str) -> bool:
-    """Whether a text, token by token of one character, is complete under a structured output."""
+    """Return whether a structured output allows exactly this text. Each character is one token."""
     matcher = matcher_of(output, end_ids=[END])
     tokens = [PIECES.index(character) for character in text]
     return matcher.num_verified([*tokens, END], has_logits=False) == len(tokens) + 1

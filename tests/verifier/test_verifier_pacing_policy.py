@@ -1,4 +1,4 @@
-"""Whether drafts are requested, by measured throughput, and how many rows of a backlog are sent."""
+"""The pacing policy: all drafts or none, by measured throughput; and the rows of a backlog in each message."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Bursts:
         self.rate_without = 0.0
 
     def run(self, count: int = 1) -> float:
-        """Return the tokens per second of so many bursts."""
+        """Return the output tokens per second over `count` bursts of requests."""
         began, before = self.world.clock.now, self.world.tokens
         for _ in range(count):
             for _ in range(32):

@@ -292,7 +292,7 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 def output_of(code: str, *arguments: str, **variables: str) -> str:
-    """What Python prints in a process of its own, with these variables and without torch's."""
+    """Return the output of a Python process with these environment variables, without the one that torch reads."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=True)
