@@ -78,7 +78,8 @@ def small_services(tmp_path, monkeypatch):
         (tmp_path / name / "__init__.py").touch()
         (tmp_path / name / "cli.py").write_text(SERVICE)
     monkeypatch.chdir(tmp_path)  # the first entry of the child's module path
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'kernels'}")
+    paths = (ROOT, ROOT / "kernels", ROOT / "benchmarks")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
 
 
 def test_service_is_healthy_when_it_is_there_and_stops_cleanly():
