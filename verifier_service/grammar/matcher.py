@@ -39,6 +39,8 @@ class Matcher:
     Attributes:
         error: Why the request cannot continue, or None.
         vocabulary: The target's vocabulary.
+        end_ids: Token ids that end the output after a complete text.
+        ends: Their mask, [num_words] int32.
     """
 
     def __init__(
@@ -66,11 +68,10 @@ class Matcher:
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._keeps_rejected = keeps_rejected
-        self._end_ids = frozenset(end_ids)
-        self._ends = np.zeros(vocabulary.num_words, np.int32)
-        for token in self._end_ids:
-            self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
-        self._end_words = np.flatnonzero(self._ends)
+        self.end_ids = frozenset(end_ids)
+        self.ends = np.zeros(vocabulary.num_words, np.int32)
+        for token in self.end_ids:
+            self.ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._num_text = 0  # output tokens that are part of the grammar's text
         self._num_ends = 0  # end tokens after the text
 
@@ -83,11 +84,11 @@ class Matcher:
         """Take the next tokens of the output."""
         begin = 0
         while begin < len(tokens) and self.error is None:
-            if self._num_ends > 0 or (tokens[begin] in self._end_ids and self._matcher.is_accepting()):
+            if self._num_ends > 0 or (tokens[begin] in self.end_ids and self._matcher.is_accepting()):
                 self._num_ends += 1
                 begin += 1
                 continue
-            end = next((i for i in range(begin + 1, len(tokens)) if tokens[i] in self._end_ids), len(tokens))
+            end = next((i for i in range(begin + 1, len(tokens)) if tokens[i] in self.end_ids), len(tokens))
             count = self._matcher.try_consume_tokens(list(tokens[begin:end]))
             self._num_text += count
             begin += count
@@ -107,11 +108,11 @@ class Matcher:
         if self.error is not None:
             return 0
         if self._num_ends > 0:
-            count = next((i for i, draft in enumerate(drafts) if draft not in self._end_ids), len(drafts))
+            count = next((i for i, draft in enumerate(drafts) if draft not in self.end_ids), len(drafts))
         else:
             count = self._matcher.validate_tokens(list(drafts))
             for place, draft in enumerate(drafts[: count + 1]):
-                if draft in self._end_ids and self._is_complete_after(drafts[:place]):
+                if draft in self.end_ids and self._is_complete_after(drafts[:place]):
                     return place + 1
         keeps = has_logits and self._keeps_rejected and count < len(drafts)
         return count + keeps
@@ -124,7 +125,18 @@ class Matcher:
 
     def active(self) -> llguidance.LLMatcher | None:
         """Return llguidance's matcher, which fills the masks of the next tokens; None if only end tokens can follow."""
-        return None if self._num_ends > 0 or self.error is not None else self._matcher
+        return None if self._has_ended else self._matcher
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._num_ends > 0 or self.error is not None
+
+    def check(self) -> bool:
+        """Return whether only end tokens can follow; set `error` if llguidance could not fill a mask."""
+        if self.error is None and self._matcher.is_error():
+            reason = self._matcher.get_error().split("\n", 1)[0]
+            self.error = self._source.error(f"is too complex after {self.num_tokens} tokens of output: {reason}")
+        return self._has_ended
 
     def finish(self, rows: np.ndarray, drafts: Sequence[int], is_complete: np.ndarray) -> None:
         """Convert rows filled by llguidance to the masks of the request's rows.
@@ -134,17 +146,15 @@ class Matcher:
             drafts: The request's drafts.
             is_complete: [1 + len(drafts)] bool, whether the output's text may end before each row's token.
         """
-        if self._matcher.is_error() and self.error is None:
-            reason = self._matcher.get_error().split("\n", 1)[0]
-            self.error = self._source.error(f"is too complex after {self.num_tokens} tokens of output: {reason}")
-        if self._num_ends > 0 or self.error is not None:
-            rows[:] = self._ends
+        if self._has_ended:
+            rows[:] = self.ends
             return
-        words, ends = self._end_words, self._ends[self._end_words]
+        words = np.flatnonzero(self.ends)
+        ends = self.ends[words]
         for place in np.flatnonzero(is_complete):
             rows[place, words] |= ends
-        if drafts and drafts[-1] in self._end_ids and is_complete[len(drafts) - 1]:
-            rows[-1] = self._ends
+        if drafts and drafts[-1] in self.end_ids and is_complete[len(drafts) - 1]:
+            rows[-1] = self.ends
         is_held = ~is_complete
         is_held[: max(0, self._min_tokens - self.num_tokens)] = True
         for place in np.flatnonzero(is_held & (rows[:, words] & ends).any(1)):
@@ -201,7 +211,22 @@ class MaskFiller:
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *place)
         is_complete = vocabulary.take_end_bits(words)
-        for one, (begin, end) in zip(requests, pairwise(begins), strict=True):
-            one.matcher.finish(words[begin:end], one.drafts, is_complete[begin:end])
+        # Few requests are at a place where an end id or the end of the text is allowed.
+        may_end = np.logical_or.reduceat(is_complete | _allow_ends(requests, words, counts), begins[:-1])
+        for one, may, (begin, end) in zip(requests, may_end.tolist(), pairwise(begins), strict=True):
+            if one.matcher.check() or may:
+                one.matcher.finish(words[begin:end], one.drafts, is_complete[begin:end])
         rows = np.concatenate([np.arange(one.first, one.first + n) for one, n in zip(requests, counts, strict=True)])
         return RowMasks(rows, bits)
+
+
+def _allow_ends(requests: Sequence[MaskedRows], words: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Return [M] bool: which masks, [M, num_words], allow an end id of their request.
+
+    Args:
+        counts: Number of masks of each request.
+    """
+    used = np.array(sorted({token // 32 for one in requests for token in one.matcher.end_ids}))
+    ends = np.stack([one.matcher.ends[used] for one in requests])
+    allowed: np.ndarray = (words[:, used] & ends.repeat(counts, 0)).any(1)
+    return allowed
