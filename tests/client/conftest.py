@@ -44,9 +44,10 @@ SCRIPT = [
 
 @dataclass
 class FakeVerifier(GenerationServicer):
-    """Sends `script`, then aborts with `failure` if there is one, else, if `endless`, waits for the client to leave.
+    """A verifier that sends the responses of `script`, then aborts with `failure` if that is set.
 
-    A request with drafting off gets `script_without_drafts`, if there is one.
+    With `endless` it omits the last response and waits for the client to leave. A request without drafts gets
+    `script_without_drafts`, if that is set.
     """
 
     script: list[pb.GenerateResponse] = field(default_factory=lambda: list(SCRIPT))
@@ -61,7 +62,7 @@ class FakeVerifier(GenerationServicer):
     server: grpc.Server | None = None
 
     def stop(self) -> None:
-        """End the server and all of its calls; harmless once it has ended."""
+        """End the server and all of its calls; may be called again."""
         self.left.set()
         if self.server is not None:
             self.server.stop(0).wait()
@@ -88,7 +89,7 @@ class FakeVerifier(GenerationServicer):
 
 @pytest.fixture
 def start_verifier() -> Iterator[Callable[..., FakeVerifier]]:
-    """Start further fake verifiers, each with a health service that says SERVING."""
+    """A function that starts a fake verifier with a health service that reports SERVING."""
     fakes: list[FakeVerifier] = []
 
     def start(listen: str = "127.0.0.1:0") -> FakeVerifier:

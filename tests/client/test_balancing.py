@@ -1,4 +1,4 @@
-"""Requests of one client over several servers: in turn, and past those that cannot be reached or do not serve."""
+"""One client with several servers: it uses them in turn and skips servers that are unreachable or not serving."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PATIENCE_S = 60.0
 
 
 def complete(client: Client) -> str:
-    """Return the address of the server that one request went to."""
+    """Complete one request; return the address of its server."""
     with client.generate("abc") as stream:
         list(stream)
         return stream.address
 
 
 def completed(address: str | Sequence[str], count: int) -> list[str]:
-    """Return the addresses that `count` requests of the asyncio client went to."""
+    """Complete `count` requests with the asyncio client; return the addresses of their servers."""
 
     async def use() -> list[str]:
         async with AsyncClient(address) as client:
@@ -48,7 +48,7 @@ async def _addresses(client: AsyncClient, count: int) -> list[str]:
 
 
 def uses(client: Client, *addresses: str) -> bool:
-    """Return whether the next requests go to these servers in turn; one that was just lost may fail a request."""
+    """Return whether the next requests go to these servers in turn; False if a request to a lost server fails."""
     try:
         return Counter(complete(client) for _ in range(6)) == Counter({one: 6 // len(addresses) for one in addresses})
     except RequestError:
@@ -63,7 +63,7 @@ def free_address() -> str:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a port that takes connections and never answers."""
+    """The address of a port that accepts connections and never answers."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

@@ -345,7 +345,7 @@ def test_import_is_light(module):
 
 
 def _retry_after(verifier, metadata: tuple[tuple[str, str | bytes], ...]) -> list[float | None]:
-    """What both clients say of a server that is full."""
+    """Return the retry times that both clients report for a full server."""
     verifier.script, verifier.failure = [], (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     verifier.failure_metadata = metadata
     with Client(verifier.address) as client, pytest.raises(QueueFullError) as refused:

@@ -39,7 +39,7 @@ def generate(verifier, *arguments: str, **kwargs) -> Result:
 
 
 def in_terminal(*arguments: str, **environment: str) -> str:
-    """What `draftwire ARGUMENTS` shows in a colour terminal."""
+    """Return the output of `draftwire ARGUMENTS` in a colour terminal."""
     parent, child = pty.openpty()
     variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(
@@ -183,8 +183,8 @@ def test_failure_is_one_line_and_exit_code_1(verifier):
 
 def test_interrupt_prints_the_statistics_so_far(verifier):
     verifier.endless = True
-    # A shell that runs the tests in the background has them ignore the signal, and with them what they start. Popen's
-    # preexec_fn would fork this process with its gRPC threads, which write errors.
+    # In a shell's background job, the tests and their child processes ignore SIGINT. Popen's preexec_fn is unsuitable,
+    # because it would fork this process with its gRPC threads, which write errors.
     code = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
     )

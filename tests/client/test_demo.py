@@ -1,4 +1,4 @@
-"""What the demo prints, without its services."""
+"""The output of the demo, with a fake verifier in place of its services."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the client's dependencies install; typing_extensions is one of grpcio.
+# Modules of the client's dependencies; grpcio depends on typing_extensions.
 DEPENDENCIES = ("grpc", "google", "typing_extensions.py")
 SOURCES = ("draftwire", "draftwire_cli", "drafter_service", "verifier_service", "kernels", "benchmarks/draftwire_bench")
 
@@ -37,7 +37,7 @@ def build(folder: Path, wheels: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what both distributions are built from: a build leaves files beside it."""
+    """A copy of the sources of both distributions, because a build leaves files beside its sources."""
     copy = tmp_path_factory.mktemp("sources")
     skipped = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     for folder in (*SOURCES, "clients/python"):
@@ -54,7 +54,7 @@ def light_wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def site(light_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders for sys.path: the client as installed, and beside it what its dependencies install."""
+    """Folders for sys.path: the installed client, and its dependencies."""
     installed, beside = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("dependencies")
     zipfile.ZipFile(light_wheel).extractall(installed)
     for name in DEPENDENCIES:
@@ -63,7 +63,7 @@ def site(light_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 
 
 def run(folders: list[Path], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in an interpreter that sees the standard library and these folders alone."""
+    """Run code in an interpreter that sees only the standard library and these folders."""
     head = f"import sys; sys.path += {[str(folder) for folder in folders]!r}\n"
     command = [sys.executable, "-I", "-S", "-c", head + code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

@@ -1,4 +1,4 @@
-"""Log lines as text and as JSON, and the names of requests in them."""
+"""Log lines as text and as JSON, and the request ids in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's thread gets out of its mailbox."""
+"""The order of polled items and messages in a mailbox."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def test_what_is_seen_comes_behind_messages_that_are_there():
     assert mailbox.get_nowait() == 7
     threading.Timer(0.05, lambda: seen.append(8)).start()
     os.write(write_end, bytes([2]))
-    assert [mailbox.get(timeout=30.0), mailbox.get(timeout=30.0)] == [2, 8]  # nothing wakes it for that: it looks
+    assert [mailbox.get(timeout=30.0), mailbox.get(timeout=30.0)] == [2, 8]  # nothing wakes the owner for 8: it polls
     os.close(read_end)

@@ -1,4 +1,4 @@
-"""What a process says that it takes of memory."""
+"""The memory use that a process reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_cache_position_has_keys_and_values_of_all_layers():
     cache = KVCache(SHAPES, 5, torch.bfloat16, CPU)
     use = measure_memory(cache, CPU, draft_logits=3, features=4)
     assert use.kv_cache_token_bytes == 2 * (2 * (8 + 4) + (16 + 16))
-    assert use.kv_cache_tokens == 4 * BLOCK_SIZE  # without the padding's block
+    assert use.kv_cache_tokens == 4 * BLOCK_SIZE  # without the padding block
     stored = sum(part.nbytes for part in (*cache.keys, *cache.values))
     assert stored == use.kv_cache_token_bytes * (use.kv_cache_tokens + BLOCK_SIZE)
     assert (use.draft_logits_bytes, use.features_bytes) == (3, 4)
@@ -45,7 +45,7 @@ def test_on_a_gpu_the_peaks_are_torchs():
 
 
 def test_garbage_collection_skips_what_was_loaded():
-    """In a process of its own, for in this one nothing would be freed any more."""
+    """Runs in a separate process, because garbage collection would skip all objects of this one."""
     code = (
         "import gc; from draftwire.server.memory import keep_what_is_loaded; loaded = [[]]\n"
         "assert any(one is loaded for one in gc.get_objects())\n"

@@ -24,7 +24,7 @@ from draftwire.server.metrics import serving_metrics
 from draftwire.server.security import ServerSecurity
 
 PLAIN = ServerSecurity()
-# What a client sees whose connection the server ends.
+# Errors of a client whose connection the server ends.
 CUT = (urllib.error.URLError, ConnectionError, ssl.SSLError, http.client.HTTPException)
 
 
@@ -159,12 +159,12 @@ def test_a_client_that_does_not_shake_hands_holds_up_nobody(authority):
 def test_slow_connections_take_few_threads_and_block_nobody(authority, encrypted):
     security = ServerSecurity(*authority.issue("localhost")) if encrypted else PLAIN
     others = set(threading.enumerate())  # threads of earlier tests, which may end at any time
-    few = 2 * metrics.MAX_CONNECTIONS  # one that has given its place to the next has yet to end
+    few = 2 * metrics.MAX_CONNECTIONS  # threads of cut connections may not have ended yet
     with ExitStack() as slow:
         port = slow.enter_context(serving_metrics("127.0.0.1:0", [Answer()], security))
         for _ in range(300):
             client = slow.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
-            with suppress(OSError):  # it may be cut already
+            with suppress(OSError):  # the server may have cut the connection
                 client.sendall(b"\x16\x03\x01" if encrypted else b"GET /metrics HT")
             assert len(set(threading.enumerate()) - others) <= few
         text = scrape_encrypted(port, authority.file) if encrypted else scrape(port)
@@ -186,7 +186,7 @@ def test_a_connection_that_trickles_is_cut_in_time(authority, encrypted, monkeyp
 
 
 def client_hello() -> bytes:
-    """What a client says first."""
+    """Return the first TLS message of a client."""
     outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
@@ -194,7 +194,7 @@ def client_hello() -> bytes:
 
 
 def is_cut(client: socket.socket, byte: int) -> bool:
-    """Whether the server has ended the connection, to which the byte is sent."""
+    """Send a byte, and return whether the server has ended the connection."""
     try:
         client.sendall(bytes([byte]))
         return client.recv(1000) == b""

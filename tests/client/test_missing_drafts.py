@@ -1,4 +1,4 @@
-"""The last line of `draftwire generate`: why drafts are missing, and what Ctrl-C leaves."""
+"""The last line of `draftwire generate`: the cause of missing drafts, or the statistics at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftwire_cli.output import interrupted_text
 
 
 def info(tokens_per_s: tuple[float, ...] = (), **tokens: int) -> pb.GetVerifierInfoResponse:
-    """What a verifier reports: tokens that were generated without drafts, counted by cause."""
+    """Return a verifier's info with throughputs by number of drafts, and with tokens without drafts by cause."""
     plan = pb.DraftPlan(tokens_per_s=tokens_per_s)
     info = pb.GetVerifierInfoResponse(drafters=[pb.DrafterStatus(plan=plan)])
     for cause, count in tokens.items():
@@ -47,7 +47,7 @@ def test_other_causes_are_told(cause: str, text: str) -> None:
 def test_few_missing_drafts_and_unknown_causes_go_unexplained() -> None:
     after = info(PACE=9)
     assert explained(20, 20, info(), after) == ""
-    assert explained(7, 10, info(), after) == ""  # the first ones and the last one
+    assert explained(7, 10, info(), after) == ""  # usual: a request's first and last steps have no drafts
     assert explained(40, 50, info(), after) == ""
     assert explained(0, 0, info(), after) == ""
     assert explained(0, 9, after, after) == ""

@@ -1,4 +1,4 @@
-"""Services as child processes, with a small service in place of the drafter's."""
+"""Services as child processes; a small service replaces both the drafter and the verifier."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def small_services(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
         (tmp_path / name / "cli.py").write_text(SERVICE)
-    monkeypatch.chdir(tmp_path)  # the first entry of the child's module path
+    monkeypatch.chdir(tmp_path)  # the first entry of the child's sys.path
     paths = (ROOT, ROOT / "kernels", ROOT / "benchmarks")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
 

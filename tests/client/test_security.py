@@ -22,7 +22,7 @@ SERVICE = "draftwire.v1.Generation"
 
 
 class Servicer(generate_pb2_grpc.GenerationServicer):
-    """Answers with a fixed version."""
+    """A verifier with fixed responses."""
 
     async def GetVerifierInfo(self, request, context):  # noqa: N802, ARG002
         return pb.GetVerifierInfoResponse(version="here")
@@ -33,7 +33,7 @@ class Servicer(generate_pb2_grpc.GenerationServicer):
 
 
 class Serving:
-    """The service with some security, on a loop of its own."""
+    """A running server with the given security, on an event loop in a separate thread."""
 
     def __init__(self, security: ServerSecurity) -> None:
         self._security = security
@@ -192,7 +192,7 @@ def test_an_empty_token_file_leaves_the_old_tokens_in_force(serve, tmp_path, cap
     known.write_text(emptied)
     assert version(address, token_file=own) == "here"
     assert "keeping the previous tokens" in caplog.text
-    known.write_text("that nobody has\n")  # how all are revoked
+    known.write_text("that nobody has\n")  # the way to revoke all tokens
     assert "UNAUTHENTICATED" in refused(address, token_file=own)
 
 
@@ -236,7 +236,7 @@ def test_a_token_comes_as_text_or_from_the_environment(serve, authority, tmp_pat
     assert "UNAUTHENTICATED" in refused(address, ca=authority.file)
     monkeypatch.setenv("DRAFTWIRE_TOKEN", "first\n")
     assert version(address, ca=authority.file) == "here"
-    assert "UNAUTHENTICATED" in refused(address, ca=authority.file, token="third")  # what is given comes first
+    assert "UNAUTHENTICATED" in refused(address, ca=authority.file, token="third")  # arguments come first
     own.write_text("third\n")
     assert "UNAUTHENTICATED" in refused(address, ca=authority.file, token_file=own)
     monkeypatch.setenv("DRAFTWIRE_TOKEN", "")

@@ -1,4 +1,4 @@
-"""`draftwire status` against a verifier that tells what it is asked to."""
+"""`draftwire status` against a fake verifier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftwire_cli.main import main
 
 
 class Busy(GenerationServicer):
-    """Takes 10 steps of 5 rows between two looks, half of the time in the target."""
+    """A verifier that runs 10 steps of 5 rows between two info calls; verification takes half of the time."""
 
     def __init__(self) -> None:
         self._looks = itertools.count(1)

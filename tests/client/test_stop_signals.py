@@ -1,4 +1,4 @@
-"""A service that is a container's first process ends at a signal, whatever it is doing."""
+"""A service that is process 1 of a container ends at a signal, even while it starts or hangs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _may_unshare() -> None:
 
 
 def ended_by(number: signal.Signals, command: Sequence[str], *, says_when: bool = False) -> int:
-    """Status of a process 1 that gets the signal as soon as it handles SIGTERM, or when it has written a line."""
+    """Return the status of a process 1 that gets the signal once it handles SIGTERM or, with `says_when`, prints."""
     with subprocess.Popen([*UNSHARE, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as outer:
         try:
             first = _child(outer.pid)
@@ -66,7 +66,7 @@ def _wait_for_handler(pid: int, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_one_that_starts_ends_at_once(service: str) -> None:
-    """It would need seconds for its libraries alone, and then serve and drain with status 0."""
+    """A service that starts ends without loading its libraries. Later it would drain and end with status 0."""
     command = [sys.executable, "-m", "draftwire_cli", *SERVICES[service], "--listen", "127.0.0.1:0"]
     assert ended_by(signal.SIGTERM, command) == 128 + signal.SIGTERM
 

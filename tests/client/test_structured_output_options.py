@@ -1,4 +1,4 @@
-"""The command line's options of structured output."""
+"""The command line's options for structured output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftwire_cli.structured_output import structured_output_options, take_stru
 
 
 def parsed(*arguments: str) -> tuple[Any, str]:
-    """What the options ask for, and what the command prints."""
+    """Return the structured output that the options request, and the printed text."""
     found: list[Any] = []
 
     @click.command()

@@ -1,4 +1,4 @@
-"""What a process holds, counted again and again, and whether it grows."""
+"""Repeated counts of the memory, file descriptors and threads of a process, and a test for growth."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 
 MIB = 1 << 20
-# Share of a run that counts as warm-up: threads, arenas and caches reach their size.
+# Share of a run that is warm-up, in which threads, arenas and caches reach their size.
 WARM_UP = 0.25
-# Memory may rise by so much over all that is judged, and over its second half, however long they are: the longer the
-# run, the slower a leak that is found. What is in use wanders, and allocators take more by jumps: 1.1 MiB at most in
-# what was judged of runs of 5 and 10 minutes, 0.8 in the second half. What each step leaves behind grows without a
-# pause: one feature row of the demo pair, 1024 bytes, by 7 MiB in 15 minutes of 8 steps a second.
+# Maximum rise of memory after the warm-up, and in the second half of that time. The limits do not depend on the
+# duration, so longer runs find slower leaks. Memory in use varies, and allocators grow by jumps: at most 1.1 MiB after
+# the warm-up in runs of 5 and 10 minutes, 0.8 MiB in the second half. A leak in each step grows steadily: one feature
+# row of the demo pair, 1024 bytes, is 7 MiB in 15 minutes at 8 steps/s.
 MAX_RISE_MIB = 4.0
 MAX_LATE_RISE_MIB = 3.0
-# Pools of bounded size, as the event loops' executors, start a thread when more of theirs than before are busy at once;
-# one that is left behind by each fault is dozens.
+# Bounded pools, such as the event loops' executors, start a thread when more threads than before are busy at once. One
+# leaked thread per fault would be dozens.
 MAX_MORE_THREADS = 4
-# So long after a fault's end all that it ended is back.
+# Seconds after a fault's end within which everything that the fault ended is restored.
 SETTLED_S = 15.0
 LEAST_SAMPLES = 12
 LEAST_CALM_SAMPLES = 2
@@ -28,18 +28,18 @@ LEAST_CALM_SAMPLES = 2
 
 @dataclass(frozen=True)
 class Census:
-    """One process at one time."""
+    """Counts of one process at one time."""
 
     seconds: float  # since the run began
-    memory_mib: float  # resident and its own: shared memory is counted in `segments`
+    memory_mib: float  # private resident memory; `segments` counts shared memory
     fds: int
     threads: int
     segments: int  # mappings of shared memory: anonymous files and those of /dev/shm
-    calm_s: float  # since the last fault ended, 0 while one lasts
+    calm_s: float  # since the last fault ended; 0 during a fault
 
 
 def take_census(pid: int, seconds: float, calm_s: float) -> Census | None:
-    """None when there is no such process."""
+    """Return the counts of a process, or None if the process does not exist."""
     process = Path("/proc") / str(pid)
     try:
         fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
@@ -58,7 +58,7 @@ def take_census(pid: int, seconds: float, calm_s: float) -> Census | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one count of a process is flat."""
+    """The verdict whether one count of a process is flat, that is, does not grow."""
 
     what: str
     early: float
@@ -67,16 +67,16 @@ class Verdict:
 
 
 def judge(censuses: Sequence[Census]) -> list[Verdict]:
-    """Judges what comes after the warm-up.
+    """Return verdicts on the counts after the warm-up.
 
-    Memory by the rise of a line through it between faults: while one lasts there may be features for another head. The
-    other counts go up and down with connections that faults end, so they are compared when all are back: their lowest
-    value then must be no higher in the second half than in the first; of threads, by `MAX_MORE_THREADS`.
+    Memory is judged by the rise of a line through samples between faults; during a fault there may be features for
+    another head. The other counts vary with connections that faults end, so they are compared long after faults. Their
+    minimum must not be higher in the second half than in the first, except for `MAX_MORE_THREADS` threads.
 
     Raises
     ------
     ValueError
-        When there are too few to judge.
+        If there are too few samples.
     """
     judged = [one for one in censuses if one.seconds >= WARM_UP * censuses[-1].seconds]
     middle = (judged[0].seconds + judged[-1].seconds) / 2
@@ -103,7 +103,7 @@ def judge(censuses: Sequence[Census]) -> list[Verdict]:
 
 
 def _judge_memory(what: str, censuses: Sequence[Census], most: float) -> Verdict:
-    """By the rise of the least-squares line."""
+    """Judge the rise of the least-squares line."""
     seconds = np.array([one.seconds for one in censuses])
     slope, start = np.polyfit(seconds - seconds[0], [one.memory_mib for one in censuses], 1)
     rise = float(slope * (seconds[-1] - seconds[0]))

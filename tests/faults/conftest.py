@@ -1,4 +1,4 @@
-"""Services as processes with a load on them, and the table of what faults did."""
+"""Services as processes under load, and a table of the faults' effects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def other_head(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head as good as the pair's, with other weights."""
+    """A head trained like the pair's head, with different weights."""
     tokens = generate(pair.target, TRAINED_SEQUENCES, TRAINED_LENGTH, seed=5)
     directory = tmp_path_factory.mktemp("other") / "head"
     write_head(train_head(pair.target, tokens, torch.arange(VOCAB), seed=4), directory)
@@ -50,7 +50,7 @@ def law(pair: Pair) -> Law:
 def undisturbed(
     pair: Pair, other_head: Path, reference: Reference, law: Law, tmp_path_factory: pytest.TempPathFactory
 ) -> float:
-    """Accepted drafts per verify step of greedy rounds of which every draft is waited for."""
+    """Accepted drafts per verify step of greedy rounds without a draft deadline."""
     with contextlib.ExitStack() as close:
         stage = Stage(pair, other_head, reference, law, math.nan, tmp_path_factory.mktemp("undisturbed"), close)
         load = stage.load([stage.drafter().address], "--draft-deadline-ms", "off")
@@ -70,7 +70,7 @@ def stage(
 
 @pytest.fixture
 def matrix(request: pytest.FixtureRequest) -> Callable[[FaultRecord], None]:
-    """Adds rows to the table that is printed at the end."""
+    """Return a function that adds a row to the table that is printed at the end."""
     return request.config.stash.setdefault(_records, []).append
 
 

@@ -1,4 +1,4 @@
-"""The exact law of short sampled outputs of the demo target: few tokens, each of the likeliest alone."""
+"""The exact distribution (law) of short sampled outputs of the demo target, with a small top_k."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tokenizers import Tokenizer
 from models import load_reference
 
 TOKENS = 4
-"""Length of an output: the first token comes from the prompt's step, the others from verify steps."""
+"""Length of an output: the first token comes from the prompt's step, the other tokens from verify steps."""
 TOP_K = 4
 ROUNDING = 2e-4
-"""Scores nearer to each other than this are within rounding."""
+"""Scores that differ by less than this are within rounding."""
 
 
 @dataclass(frozen=True)
 class DemoLaw:
-    """What follows one prompt, sampled at temperature 1 among the TOP_K most likely tokens.
+    """The distribution of outputs after one prompt, sampled at temperature 1 from the TOP_K most likely tokens.
 
     Raises
     ------
     ValueError
-        When after some prefix it is within rounding which tokens those are.
+        If the TOP_K most likely tokens after some output are uncertain within rounding.
     """
 
     model: Any  # a causal language model of transformers
     prompt: Sequence[int]
     laws: list[dict[tuple[int, ...], float]] = field(init=False)
-    """The probability of every beginning of an output, by its number of tokens less one."""
+    """The probabilities of all beginnings of outputs; those of n tokens are at index n - 1."""
 
     def __post_init__(self) -> None:
         laws: list[dict[tuple[int, ...], float]] = []
@@ -44,7 +44,7 @@ class DemoLaw:
 
     @torch.no_grad()
     def _next(self, law: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
-        """Of beginnings with a token more than those of `law`."""
+        """Return the probabilities of the beginnings in `law`, each extended by one token."""
         rows = torch.tensor([[*self.prompt, *begin] for begin in law])
         top = self.model(rows).logits[:, -1].double().topk(TOP_K + 1)
         if float((top.values[:, -2] - top.values[:, -1]).min()) < ROUNDING:
@@ -57,15 +57,15 @@ class DemoLaw:
         }
 
     def options(self) -> dict[str, Any]:
-        """Of a request that is to follow the law."""
+        """Return the options of a request whose output has this distribution."""
         return {"temperature": 1.0, "top_k": TOP_K, "max_tokens": TOKENS, "ignore_eos": True}
 
     def refutation(self, outputs: Sequence[tuple[int, ...]]) -> float:
-        """Largest chi-square over its threshold, of their beginnings of each length; above 1 refutes the law."""
+        """Return the maximum of chi-square / threshold over beginnings of each length; above 1 refutes the law."""
         ratios = []
         for length, law in enumerate(self.laws, 1):
             numbers = {begin: number for number, begin in enumerate(law)}
-            counts = np.zeros(len(law) + 1)  # the last one: what the law rules out
+            counts = np.zeros(len(law) + 1)  # the last cell: outputs of probability 0
             for tokens in outputs:
                 counts[numbers.get(tokens[:length], -1)] += 1
             ratios.append(chi_square_ratio(counts, np.array([*law.values(), 0.0])))
@@ -73,6 +73,6 @@ class DemoLaw:
 
 
 def laws_after(texts: Sequence[str], target: Path) -> list[DemoLaw]:
-    """The law after each text, by transformers' model of `target`."""
+    """Return the distribution after each text, computed with transformers' model of `target`."""
     model, tokenizer = load_reference(target), Tokenizer.from_file(str(target / "tokenizer.json"))
     return [DemoLaw(model, tokenizer.encode(text).ids) for text in texts]

@@ -1,4 +1,4 @@
-"""A relay between a verifier and a drafter that changes or holds up answers: a drafter gone wrong, with true drafts."""
+"""A relay between a verifier and a drafter that changes or delays the drafter's answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Alter = Callable[[pb.Drafts], Awaitable[None]]
 
 
 class DraftRelay(draft_pb2_grpc.DraftingServicer):
-    """Serves what the drafter behind it serves. `alter`, which may be set from any thread, gets its hand on answers."""
+    """Forward all calls to a drafter. `alter` changes or delays its answers; any thread may set it."""
 
     def __init__(self, upstream: str) -> None:
         self.alter: Alter | None = None
@@ -79,7 +79,7 @@ class DraftRelay(draft_pb2_grpc.DraftingServicer):
 
 
 def hold_up(share: float) -> Alter:
-    """That share of the answers, the same ones in every run, comes a second later, as does what follows them."""
+    """Return an `alter` that delays a share of the answers by 1 s, the same in every run. Later answers wait too."""
     draw = random.Random(1)
 
     async def alter(_drafts: pb.Drafts) -> None:
@@ -90,7 +90,7 @@ def hold_up(share: float) -> Alter:
 
 
 def corrupt_tokens(vocab_size: int) -> Alter:
-    """Half of the answers have other tokens than were drafted, all of the vocabulary."""
+    """Return an `alter` that replaces the tokens of half of the answers by other tokens of the vocabulary."""
 
     async def alter(drafts: pb.Drafts) -> None:
         count = sum(drafts.num_drafts)
@@ -102,7 +102,7 @@ def corrupt_tokens(vocab_size: int) -> Alter:
 
 
 async def corrupt_logits(drafts: pb.Drafts) -> None:
-    """Half of the answers have logits that belong to other tokens."""
+    """Shift the logits of half of the answers by one token id."""
     if drafts.HasField("logits") and random.random() < 0.5:
         shape = tuple(drafts.logits.shape)
         logits = decode_tensor(drafts.logits, "logits", torch.float32, shape)

@@ -1,4 +1,4 @@
-"""A drafter that is found at the same address again after it has ended."""
+"""A drafter that restarts at the same address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_drafter
 
 
 class Drafter:
-    """Runs from `start` to `kill`, again and again."""
+    """A drafter process that can be killed and started again; the constructor starts it."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class Drafter:
         host: str = "127.0.0.1",
         program: Sequence[str] = DRAFTWIRE,
     ) -> None:
-        """`options` are those of `draftwire drafter`; `program` runs `draftwire` where it can listen on `host`. Another
-        host than loopback speaks plain text too.
+        """`options` are options of `draftwire drafter`. `program` is a command that runs `draftwire`, able to listen on
+        `host`. On other hosts than 127.0.0.1 the drafter runs with --insecure.
         """
         self.address = f"{host}:{free_address().rpartition(':')[2]}"
         self._head = head
@@ -37,11 +37,11 @@ class Drafter:
 
     @property
     def process(self) -> ServiceProcess:
-        """The one that was started last."""
+        """Return the process that was started last."""
         return self._process
 
     def start(self, head: Path | None = None) -> None:
-        """Starts it, with another head from now on if one is given; it is healthy when this returns."""
+        """Start the drafter with `head`, by default with its last head, and wait until it is healthy."""
         self._head = head or self._head
         self._process = start_drafter(
             self._head,
@@ -54,5 +54,5 @@ class Drafter:
         )
 
     def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kill the process with SIGKILL."""
         self._process.kill()

@@ -1,4 +1,4 @@
-"""Requests without an end, greedy and sampled, every one of them checked; and faults measured under them."""
+"""An endless load of greedy and sampled requests with checks, and the measurement of faults under this load."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from draftwire.client import AsyncClient, Client, Completion
 from draftwire.contract.errors import DraftwireError
 from draftwire.v1 import generate_pb2
 
-# Sampled requests at any time, beside one greedy request for each continuation.
+# Number of concurrent sampled requests, in addition to one greedy request for each continuation.
 SAMPLED_AT_ONCE = 6
-# Pause of a client between its requests: the services start and stop beside it.
+# Pause of a client between its requests, because services start and stop at the same time.
 PAUSE_S = 0.02
-# Sampled outputs whose law is tested: of all since the fault began, and of those under way during it where it lasts
-# long enough for so many.
+# Minimum number of sampled outputs whose distribution is tested: of all since the fault began. Outputs during the fault
+# are also tested separately if there are as many.
 ENOUGH_SAMPLES = 400
-# Rounds in a row within TOLERANCE of the undisturbed acceptance, without which no fault begins: a busy machine holds up
-# drafts.
+# Consecutive rounds within TOLERANCE of the undisturbed acceptance before a fault may begin. Other load on the CPU can
+# delay drafts.
 BASELINE_ROUNDS = 3
-# The project's plan: acceptance is back within this share of what it was, within so long of the fault's end.
+# Requirement: within RECOVERY_S after a fault's end, acceptance is within TOLERANCE of the undisturbed acceptance.
 TOLERANCE = 0.05
 RECOVERY_S = 10.0
-# Rounds in a row that are within it: one alone may be luck.
+# Consecutive rounds that must be within TOLERANCE; a single one may be chance.
 RECOVERED_ROUNDS = 3
-# How long a test waits for what must come.
+# Timeout of all waits.
 PATIENCE_S = 90.0
 
 
@@ -48,7 +48,7 @@ class Round:
 
     @property
     def acceptance(self) -> float:
-        """Accepted drafts per verify step: 0 without drafts, k when all are accepted."""
+        """Return the accepted drafts per verify step: 0 without drafts, k if all are accepted."""
         return self.accepted / self.verify_steps
 
 
@@ -57,11 +57,11 @@ class Sample:
     """A sampled request; times are monotonic."""
 
     began: float
-    ended: float = math.inf  # while it runs
+    ended: float = math.inf  # infinity while the request runs
     tokens: tuple[int, ...] = ()
 
     def overlaps(self, begin: float, end: float = math.inf) -> bool:
-        """Whether it was under way at any time from `begin` to `end`."""
+        """Return whether the request ran at any time from `begin` to `end`."""
         return self.began <= end and self.ended >= begin
 
 
@@ -72,22 +72,22 @@ class FaultRecord:
     fault: str
     requests: int = 0
     failures: int = 0
-    sampled_during: int = 0  # sampled outputs that were under way during the fault
+    sampled_during: int = 0  # sampled outputs of requests that ran during the fault
     before: float = 0.0  # accepted drafts per verify step
     during: float = 0.0
     after: float = 0.0
-    recovery_s: float = 0.0  # from the fault's end to the begin of the first round that is good, as are those after it
-    refutation: float = 0.0  # largest chi-square of sampled outputs over its threshold
+    recovery_s: float = 0.0  # from the fault's end to the begin of the first recovered round
+    refutation: float = 0.0  # maximum of chi-square / threshold of the sampled outputs
 
 
 @dataclass
 class Load:
-    """Keeps verifiers busy from `__enter__` to `__exit__`; clients never try again."""
+    """Clients that keep verifiers busy from `__enter__` to `__exit__`, without retries."""
 
     addresses: Sequence[str]  # of the verifiers, which share the requests evenly
     continuations: Sequence[Continuation]
     law: Law
-    undisturbed: float  # acceptance of a round all of whose drafts arrive
+    undisturbed: float  # acceptance of a round in which all drafts arrive
     rounds: list[Round] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Load:
         while not self._is_stopping:
             sample = Sample(time.monotonic())
             self.samples.append(sample)
-            # No seed: the one-hot test is the law that a fault could bias.
+            # No seed: with a seed, drafts without logits can change no token, so no fault could bias the outputs.
             options = {"temperature": 1.0, "max_tokens": LENGTH}
             completion = await self._complete(client, list(self.law.prompt), **options)
             if completion is not None:
@@ -153,7 +153,7 @@ class Load:
         return completion
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Polls until `condition` holds, which must come while no request fails."""
+        """Poll until `condition` holds; fail if a request fails or PATIENCE_S is over."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert not self._task.done(), self._task.result()
@@ -162,12 +162,12 @@ class Load:
             time.sleep(0.02)
 
     def drafters(self) -> list[generate_pb2.DrafterStatus]:
-        """How the first verifier sees its drafters."""
+        """Return the states of the drafters as the first verifier reports them."""
         with Client(self.addresses[0]) as client:
             return list(client.info().drafters)
 
     def wait_for_rounds(self, count: int) -> list[Round]:
-        """Waits for rounds that begin after now."""
+        """Wait for `count` rounds that begin after this call, and return them."""
         now = time.monotonic()
         self.wait_for(lambda: len(self._since(now)) >= count, f"{count} rounds of greedy requests")
         return self._since(now)[:count]
@@ -176,7 +176,7 @@ class Load:
         return [one for one in list(self.rounds) if one.began >= begin]
 
     def measure(self) -> float:
-        """Acceptance of the first BASELINE_ROUNDS in a row, begun after now, that nothing disturbs."""
+        """Wait for BASELINE_ROUNDS consecutive undisturbed rounds that begin from now on; return their acceptance."""
         now = time.monotonic()
         wanted = (1 - TOLERANCE) * self.undisturbed
         what = (
@@ -186,11 +186,10 @@ class Load:
         return _mean_acceptance(first_good(self._since(now), wanted, BASELINE_ROUNDS))
 
     def wait_until_recovered(self, ended: float) -> Sequence[Round]:
-        """Waits for the undisturbed acceptance after a fault that ended at the monotonic time `ended`.
+        """Wait for the undisturbed acceptance after a fault that ended at the monotonic time `ended`.
 
-        It is back with the first round, begun after the end, that is within TOLERANCE of it as a whole and followed by
-        others that are, RECOVERED_ROUNDS in a row. That round must begin within RECOVERY_S of the end; how long the
-        others take is the machine's.
+        Return the first RECOVERED_ROUNDS consecutive rounds after the end that are within TOLERANCE. The first of them
+        must begin within RECOVERY_S after the end; the duration of the other rounds depends on the CPU.
         """
         wanted = (1 - TOLERANCE) * self.undisturbed
         what = f"acceptance of {self.undisturbed:.2f} is back"
@@ -204,14 +203,14 @@ class Load:
     def fault(
         self, name: str, *, during_below: float | None = None, during_above: float = 0.0
     ) -> Iterator[FaultRecord]:
-        """The body is the fault, from its begin to its end. Its record is complete, and checked, after it.
+        """Measure the body of the context as a fault; after the body, complete and check the record.
 
         Parameters
         ----------
         during_below
-            Share of the acceptance before that the fault must bring it below: proof that it was one.
+            The fault must reduce acceptance below this share of the acceptance before, which proves its effect.
         during_above
-            Share that the fault must leave: that of others does not touch this load's drafts.
+            Acceptance must stay above this share: a fault of other clients does not affect this load's drafts.
         """
         record = FaultRecord(name)
         record.before = self.measure()
@@ -236,7 +235,7 @@ class Load:
         assert record.during >= during_above * record.before, record
 
     def refutation(self, began: float, ended: float) -> float:
-        """Largest chi-square over its threshold: of all sampled outputs since a fault began, and of those during it."""
+        """Return the maximum of chi-square / threshold: of all outputs since a fault began, and of those during it."""
         during = self._outputs(began, ended)
         tested = [self._outputs(began), *([during] if len(during) >= ENOUGH_SAMPLES else [])]
         return max(self.law.refutation(outputs, Sampling()) for outputs in tested)
@@ -245,12 +244,12 @@ class Load:
         return [one for one in list(self.samples) if one.overlaps(begin, end)]
 
     def _outputs(self, begin: float, end: float = math.inf) -> list[tuple[int, ...]]:
-        """Of the sampled requests that were under way between those times, those that are complete."""
+        """Return the complete outputs of the sampled requests that ran between these times."""
         return [one.tokens for one in self._samples(begin, end) if one.tokens]
 
 
 def first_good(rounds: Sequence[Round], wanted: float, count: int) -> Sequence[Round]:
-    """The first `count` in a row with that acceptance or more; none while there are not so many."""
+    """Return the first `count` consecutive rounds with at least the acceptance `wanted`, or an empty list."""
     for first in range(len(rounds) - count + 1):
         some = rounds[first : first + count]
         if all(one.acceptance >= wanted for one in some):

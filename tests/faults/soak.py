@@ -1,11 +1,12 @@
-"""Both services under mixed load with random faults, and whether anything grows.
+"""Both services under mixed load with random faults; checks outputs and growth.
 
     python tests/faults/soak.py --minutes 20 --seed 1
 
-Two verifiers and three drafters of the demo pair on the CPU. The first verifier has the load and lives through the run;
-the second is killed and started again, as is the first drafter. The second drafter shares memory with the verifiers and
-is short of memory at times; answers and network of the third are at fault. What lives through the run is judged.
-Exit code 1 when a request failed, a greedy output changed, sampled outputs refuted their law or something grew.
+Two verifiers and three drafters of the demo pair run on the CPU. The first verifier has the load and is never killed.
+Faults kill and restart the second verifier and the first drafter. The second drafter shares memory with the verifiers,
+and its allocations fail at times. The third drafter has faults in its answers and its network. The growth of all
+processes that are never killed is judged. The exit code is 1 if a request failed, a greedy output changed, sampled
+outputs refuted their distribution, or a process grew.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 STARVING = (sys.executable, str(Path(__file__).parent / "starving_drafter.py"))
 CACHE_TOKENS, FILLING_TOKENS = 16384, 512
 CLIENTS = 6
-# What follows them is uncertain from token to token.
+# Prompts after which the target is uncertain about each token.
 LAW_PROMPTS = (PROMPTS[3][:20], PROMPTS[4][:20])
-# Outputs of each that a run must give: test_faults_demo_law.py shows what those of 20 minutes refute.
+# Minimum number of outputs of each prompt per minute; test_faults_demo_law.py shows what 20 minutes of them refute.
 LAW_SAMPLES_A_MINUTE = 15
 SAMPLE_EVERY_S = 5.0
 REPORT_EVERY_S = 60.0
-# Of the faults, at the end of each quarter of the run: what they ended comes back, and is counted.
+# Pause of the faults after each quarter of the run, in which everything is restored and counted.
 PAUSE_S = 30.0
 
 
 @dataclass
 class Traffic:
-    """Clients that never try again, each with one request after another, of every kind."""
+    """Clients without retries, each of which sends one request of a random kind after another."""
 
     address: str
     expected: dict[str, tuple[int, ...]]  # greedy output by prompt
@@ -67,13 +68,13 @@ class Traffic:
     draw: random.Random
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    outputs: dict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))  # by number of the law
+    outputs: dict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))  # by index into `laws`
     accepted: int = 0
     verify_steps: int = 0
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Until `stopping`."""
+        """Send requests until `stopping` is set."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -119,14 +120,14 @@ class Traffic:
             self.failures.append(f"log probabilities of {len(completion.logprobs)} of {length} tokens")
 
     async def _lawful(self, client: AsyncClient) -> None:
-        """A sampled output so short that its law can be tested."""
+        """Request a sampled output so short that its distribution can be tested."""
         number = self.draw.randrange(len(self.laws))
         law = self.laws[number]
         completion = await client.complete(law.prompt, **law.options())
         self.outputs[number].append(completion.token_ids)
 
     def test_laws(self, least: int) -> list[float]:
-        """The refutation of each law; it is a failure above 1, or of fewer than `least` outputs."""
+        """Return chi-square / threshold of each law. Above 1, or with fewer than `least` outputs, it is a failure."""
         refutations = []
         for number, law in enumerate(self.laws):
             refutations.append(law.refutation(self.outputs[number]))
@@ -148,7 +149,7 @@ class Traffic:
 
 
 class Watch:
-    """Counts what processes hold, every few seconds."""
+    """Periodic counts of the memory, file descriptors and threads of processes."""
 
     def __init__(self, console: Console, traffic: Traffic, faults: Faults, pids: Callable[[], dict[str, int]]) -> None:
         self.censuses: dict[str, list[Census]] = {}
@@ -159,7 +160,7 @@ class Watch:
         self._pids = pids
 
     def run(self) -> None:
-        """Until `stopping`."""
+        """Take censuses until `stopping` is set."""
         began, reported = time.monotonic(), 0.0
         while not self.stopping.wait(SAMPLE_EVERY_S):
             seconds = time.monotonic() - began
@@ -195,7 +196,7 @@ def _running(work: Callable[[], None], stopping: threading.Event) -> Iterator[No
 
 
 def _expected(client: Client) -> dict[str, tuple[int, ...]]:
-    """Greedy output of each prompt without drafts, of those in which no choice is within rounding."""
+    """Return the greedy output of each prompt without drafts, except of prompts with a choice within rounding."""
     expected = {}
     for prompt in PROMPTS:
         completion = client.complete(prompt, temperature=0, max_tokens=MAX_TOKENS, num_speculative_tokens=0, logprobs=2)
@@ -205,7 +206,7 @@ def _expected(client: Client) -> dict[str, tuple[int, ...]]:
 
 
 def _other_head(directory: Path) -> Path:
-    """The demo's head with slightly other weights."""
+    """Write the demo's head with slightly different weights; return its directory."""
     shutil.copytree(DEMO / "eagle3", directory)
     generator = torch.Generator().manual_seed(1)
     weights = {
@@ -219,7 +220,7 @@ def _other_head(directory: Path) -> Path:
 
 
 def _start_drafters(logs: Path, close: contextlib.ExitStack) -> list[Drafter]:
-    # Of the third one the messages take the network, where the faults are, instead of shared memory.
+    # The third drafter's messages use the network, where the faults are, instead of shared memory.
     kinds = (("auto", DRAFTWIRE), ("auto", STARVING), ("bytes", DRAFTWIRE))
     drafters = []
     for number, (carriers, program) in enumerate(kinds, 1):
@@ -231,10 +232,10 @@ def _start_drafters(logs: Path, close: contextlib.ExitStack) -> list[Drafter]:
 
 
 def _play(faults: Faults, minutes: float) -> None:
-    """Four quarters of the run."""
+    """Run faults, with a pause after each quarter of the run."""
     began = time.monotonic()
     for quarter in range(1, 5):
-        # The last pause ends with the run; the others begin with the next quarter.
+        # The last pause ends with the run; each other pause begins with the next quarter.
         ends = began + 15 * minutes * quarter - (PAUSE_S if quarter == 4 else 0.0)
         while time.monotonic() < ends:
             faults.next()
@@ -245,9 +246,9 @@ def _play(faults: Faults, minutes: float) -> None:
 @click.option("--minutes", default=20.0, show_default=True, type=click.FloatRange(min=5))
 @click.option("--seed", default=1, show_default=True, help="Of the faults and of the clients' choices.")
 def main(minutes: float, seed: int) -> None:
-    """Runs the soak and prints what grew."""
+    """Run the soak and print what grew."""
     console = Console(width=160)
-    # Services give large blocks back to the system when they free them, so that what is counted is what they hold.
+    # Services return freed blocks from this size on to the system, so that the censuses count only memory in use.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     with contextlib.ExitStack() as close:
         logs = Path(close.enter_context(tempfile.TemporaryDirectory(prefix="draftwire-soak-")))
@@ -255,8 +256,8 @@ def main(minutes: float, seed: int) -> None:
         relay = close.enter_context(DraftRelay(distant.address))
         proxy = close.enter_context(TcpProxy(relay.address))
         pool = [killed.address, starving.address, proxy.address]
-        # Drafts are asked for whether they pay or not: it is the traffic with drafters that is to be watched. Steps are
-        # launched ahead, as on a GPU.
+        # Drafts are requested even if they do not pay off, because the traffic with drafters is under test. Steps are
+        # scheduled asynchronously, as on a GPU.
         options = ("--device", "cpu", "--no-adaptive-k", "--kv-cache-tokens", str(CACHE_TOKENS), "--async-scheduling")
         verifier = start_verifier(DEMO / "target", pool, *options, log_path=logs / "verifier.log")
         close.callback(verifier.kill)
@@ -305,7 +306,7 @@ def main(minutes: float, seed: int) -> None:
 
 
 def _fill_cache(client: Client, vocab_size: int) -> None:
-    """Writes the verifier's whole cache once: the system gives a page when it is first written, which is no leak."""
+    """Write the verifier's whole cache once: the system allocates a page at its first write, which is no leak."""
     draw = random.Random(0)
     for _ in range(1 + CACHE_TOKENS // FILLING_TOKENS):
         client.complete([draw.randrange(vocab_size) for _ in range(FILLING_TOKENS)], max_tokens=1)

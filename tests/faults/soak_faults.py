@@ -1,4 +1,4 @@
-"""The faults of the soak, drawn from a seed."""
+"""The soak's faults, chosen by a seeded generator."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from draftwire.client import Client
 from draftwire.contract.errors import DraftwireError
 from draftwire_bench.processes import ServiceProcess
 
-# Seconds between two faults, and how long one lasts.
+# Ranges of the seconds between two faults and of the seconds that a fault lasts.
 BETWEEN_S = (2.0, 10.0)
 LASTS_S = (0.5, 12.0)
-# Streams of a client or to a verifier that is killed.
+# Streams of the client, or to the verifier, that is killed.
 NUM_STREAMS = 4
 MAX_TOKENS = 48
 
 
 @dataclass
 class Faults:
-    """One fault after another."""
+    """Random faults, one after another."""
 
     draw: random.Random
     vocab_size: int
-    killed: Drafter  # killed now and then
-    head: Path  # its own
+    killed: Drafter  # killed and restarted by faults
+    head: Path  # of `killed`
     other_head: Path  # for the same target
-    starving: Drafter  # runs starving_drafter.py, lives through the run
-    distant: Drafter  # behind the relay, that behind the proxy; lives through the run
+    starving: Drafter  # runs starving_drafter.py; never killed
+    distant: Drafter  # behind the relay, which is behind the proxy; never killed
     relay: DraftRelay
     proxy: TcpProxy
     verifier: ServiceProcess
-    other: ServiceProcess  # one more verifier at the same drafters
+    other: ServiceProcess  # another verifier with the same drafters
     start_other: Callable[[], ServiceProcess]
-    expected: Mapping[str, tuple[int, ...]]  # greedy output of MAX_TOKENS by prompt
+    expected: Mapping[str, tuple[int, ...]]  # greedy output of MAX_TOKENS tokens, by prompt
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    ended: float = field(default_factory=time.monotonic)  # the last fault; infinite during one
+    ended: float = field(default_factory=time.monotonic)  # end of the last fault; infinity during a fault
     _unreported: list[str] = field(default_factory=list)
 
     def report_new(self) -> str:
-        """The faults that have begun since the last time."""
+        """Return the names and durations of the faults since the last call, as text."""
         names, self._unreported = self._unreported, []
         return ", ".join(names) or "none"
 
     def next(self) -> None:
-        """Waits a while, then one fault from its begin to its end."""
+        """Wait, then run one random fault from begin to end."""
         time.sleep(self.draw.uniform(*BETWEEN_S))
         fault = self.draw.choice(
             [
@@ -72,13 +72,13 @@ class Faults:
         self.ended = time.monotonic()
 
     def kill(self, seconds: float) -> None:
-        """SIGKILL, and a new start later."""
+        """Kill a drafter with SIGKILL and restart it later."""
         self.killed.kill()
         time.sleep(seconds)
         self.killed.start()
 
     def change_head(self, seconds: float) -> None:
-        """SIGKILL and a new start with another head; later the same with its own."""
+        """Kill a drafter and restart it with another head; later restart it with its first head."""
         self.killed.kill()
         self.killed.start(self.other_head)
         time.sleep(seconds)
@@ -86,54 +86,54 @@ class Faults:
         self.killed.start(self.head)
 
     def stop_one(self, seconds: float) -> None:
-        """SIGSTOP and SIGCONT."""
+        """Pause the drafter that other faults kill, with SIGSTOP and SIGCONT."""
         _stop(self.killed.process, seconds)
 
     def stop_other(self, seconds: float) -> None:
-        """SIGSTOP and SIGCONT of one that lives through the run."""
+        """Pause a drafter that is never killed, with SIGSTOP and SIGCONT."""
         _stop(self.draw.choice([self.starving, self.distant]).process, seconds)
 
     def starve(self, seconds: float) -> None:
-        """Every 20th batch asks for more memory than there is."""
+        """Let the allocations of every 20th batch of a drafter fail."""
         self.starving.process.send_signal(signal.SIGUSR1)
         time.sleep(seconds)
         self.starving.process.send_signal(signal.SIGUSR2)
 
     def corrupt(self, seconds: float) -> None:
-        """Half of the answers have wrong tokens."""
+        """Replace the tokens of half of the answers."""
         self.relay.alter = corrupt_tokens(self.vocab_size)
         time.sleep(seconds)
         self.relay.alter = None
 
     def cut(self, seconds: float) -> None:
-        """The connection is cut in mid-message, either way."""
+        """Reset the connection in the middle of a message of a random direction."""
         self.proxy.cut(from_service=self.draw.random() < 0.5)
         time.sleep(seconds)
 
     def delay(self, seconds: float) -> None:
-        """What the drafter says comes late."""
+        """Delay the drafter's bytes."""
         self.proxy.delay_s = self.draw.uniform(0.05, 1.0)
         time.sleep(seconds)
         self.proxy.delay_s = 0.0
 
     def silence(self, seconds: float) -> None:
-        """Nothing passes."""
+        """Forward no bytes between verifier and drafter."""
         self.proxy.is_silent = True
         time.sleep(seconds)
         self.proxy.is_silent = False
 
     def narrow(self, seconds: float) -> None:
-        """A few bytes pass."""
+        """Limit the throughput of the connection to between 10 kB/s and 1 MB/s."""
         self.proxy.bytes_per_s = self.draw.uniform(1e4, 1e6)
         time.sleep(seconds)
         self.proxy.bytes_per_s = None
 
     def kill_client(self, _seconds: float) -> None:
-        """SIGKILL of a client process while the verifier streams to it."""
+        """Kill a client process with SIGKILL while the verifier streams to it."""
         kill_client_in_mid_stream(self.verifier.address, NUM_STREAMS)
 
     def kill_verifier(self, seconds: float) -> None:
-        """SIGKILL of the other verifier while it streams, and a new start later; before that it has to be right."""
+        """Check a greedy output of the other verifier, kill it with SIGKILL while it streams, and restart it later."""
         prompt = self.draw.choice(list(self.expected))
         try:
             with Client(self.other.address) as client:

@@ -1,4 +1,4 @@
-"""What a test of a fault has on it: drafters, and verifiers under a load."""
+"""The services of one test of a fault: drafters, and verifiers under load."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ NUM_DRAFTS = 3
 
 @dataclass
 class Stage:
-    """Starts drafters, and verifiers under a load."""
+    """Start drafters, and verifiers under load; end them with the test."""
 
     pair: Pair
-    other_head: Path  # of the pair's "full" head's kind
+    other_head: Path  # over all tokens, like the pair's "full" head
     reference: Reference
     law: Law
-    undisturbed: float  # acceptance of a round of the load all of whose drafts arrive
+    undisturbed: float  # acceptance of a round of the load in which all drafts arrive
     logs: Path
     _close: contextlib.ExitStack
 
     def drafter(self, *, host: str = "127.0.0.1", program: Sequence[str] = DRAFTWIRE) -> Drafter:
-        """A drafter with the head over all tokens, killed at the end of the test."""
+        """Start a drafter with the head over all tokens."""
         models = self.pair.head_dirs["full"], self.pair.target_dir
         drafter = Drafter(*models, self.logs / "drafter.log", host=host, program=program)
         self._close.callback(lambda: drafter.process.kill())
         return drafter
 
     def verifier(self, drafters: Sequence[str], *options: str, **config: Any) -> ServiceProcess:
-        """A verifier that is connected to those drafters, killed at the end of the test."""
+        """Start a verifier and wait until these drafters are ready."""
         config = {"num_speculative_tokens": NUM_DRAFTS, **config}
         verifier = start_verifier(
             self.pair.target_dir,
             drafters,
-            # As many drafts as are configured, so that acceptance can be compared; the deadline is the default.
+            # The configured number of drafts in every step, so that acceptance can be compared; default deadline.
             *("--device", "cpu", "--no-adaptive-k", "--speculative-config", json.dumps(config)),
             *options,
             log_path=self.logs / "verifier.log",
@@ -57,9 +57,9 @@ class Stage:
         return verifier
 
     def load_on(self, *verifiers: ServiceProcess) -> Load:
-        """A load that they share, which begins when it is entered."""
+        """Return a load that these verifiers share; it begins when its context is entered."""
         return Load([one.address for one in verifiers], self.reference.continuations, self.law, self.undisturbed)
 
     def load(self, drafters: Sequence[str], *options: str, **config: Any) -> Load:
-        """A load on a `verifier` of its own, to the end of the test."""
+        """Start a verifier and a load on it."""
         return self._close.enter_context(self.load_on(self.verifier(drafters, *options, **config)))

@@ -1,4 +1,4 @@
-"""`draftwire` whose draft engine asks for more memory than there is, in some batches from SIGUSR1 until SIGUSR2."""
+"""`draftwire` whose draft engine fails to allocate memory in every 20th batch, from SIGUSR1 until SIGUSR2."""
 
 import itertools
 import signal
@@ -19,7 +19,7 @@ count = itertools.count(1)
 
 
 def starve(number: int, _frame: object) -> None:
-    """Handles both signals."""
+    """Switch the failures on at SIGUSR1 and off at SIGUSR2."""
     if number == signal.SIGUSR1:
         is_starving.set()
     else:
@@ -27,7 +27,7 @@ def starve(number: int, _frame: object) -> None:
 
 
 def next_batch_or_fail(scheduler: Scheduler, *arguments: Any) -> Batch:
-    """What the engine takes its rows from; they are taken before there is no memory for them."""
+    """Return the scheduler's next batch, or fail to allocate memory after its rows were taken."""
     batch = next_batch(scheduler, *arguments)
     if is_starving.is_set() and next(count) % BATCHES == 0:
         torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)

@@ -19,7 +19,7 @@ for stream in streams:
 
 
 def kill_client_in_mid_stream(address: str, num_streams: int) -> None:
-    """Starts one with so many streams, all of which have begun when it gets SIGKILL."""
+    """Start a client with `num_streams` streams, and kill it with SIGKILL once every stream has begun."""
     command = [sys.executable, "-c", STREAMS, address, str(num_streams)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None

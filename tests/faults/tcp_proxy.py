@@ -1,4 +1,4 @@
-"""A TCP relay in front of a service, whose faults are switched on and off while it runs."""
+"""A TCP relay in front of a service, with faults that are switched on and off while it runs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Self
 from exact_services import Loop
 
 CHUNK_BYTES = 65536
-# What a cut waits for: shorter than any message of a step, longer than HTTP/2's own acknowledgements.
+# Smallest chunk that is cut: shorter than any message of a step, longer than HTTP/2's acknowledgements.
 LEAST_CUT_BYTES = 48
 
 
 class TcpProxy:
-    """Passes bytes on, both ways, as its attributes say; they may be set from any thread.
+    """Forward bytes in both directions, with the faults that the attributes set; any thread may set them.
 
     Attributes
     ----------
     delay_s
-        How long the bytes from the service are held up.
+        Delay of each chunk of bytes from the service.
     bytes_per_s
-        Most bytes that pass in a second, each way; None for no limit.
+        Maximum throughput in each direction; None for no limit.
     is_silent
-        Nothing passes either way and no connection ends, as when a host has vanished.
+        Forward nothing and end no connection, as when a host has vanished.
     """
 
     def __init__(self, upstream: str) -> None:
-        """`upstream` is the service's HOST:PORT, which need not be there yet."""
+        """`upstream` is the service's HOST:PORT; the service may start later."""
         host, _, port = upstream.rpartition(":")
         self._upstream = host, int(port)
         self.delay_s = 0.0
         self.bytes_per_s: float | None = None
         self.is_silent = False
-        self._cuts: set[bool] = set()  # directions that are cut next: True from the service
+        self._cuts: set[bool] = set()  # directions of the pending cuts: True from the service
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = Loop()
         self._server = self._loop.run(asyncio.start_server(self._serve, "127.0.0.1", 0))
@@ -41,16 +41,16 @@ class TcpProxy:
         self.address = f"127.0.0.1:{port}"
 
     def cut(self, *, from_service: bool) -> None:
-        """Resets the connection that next passes a message in that direction, half of which still arrives."""
+        """Reset a connection in the middle of the next message in this direction; half of the message arrives."""
         self._cuts.add(from_service)
 
     @property
     def is_cut(self) -> bool:
-        """Whether all cuts that were asked for have happened."""
+        """Return whether all requested cuts have happened."""
         return not self._cuts
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Stop the proxy and reset its connections."""
         self._loop.run(self._stop())
         self._loop.close()
 

@@ -1,4 +1,4 @@
-"""Answers of a drafter that come wrong or late, by a relay that has its hand on them."""
+"""A drafter's answers that a relay makes wrong or late."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from draftwire.v1 import generate_pb2
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 Matrix = Callable[[FaultRecord], None]
-BYTES = ("--carriers", "bytes")  # everything over the stream, where the relay sees it
+BYTES = ("--carriers", "bytes")  # all tensors in messages, where the relay sees them
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
 
 
 def test_half_of_the_answers_have_wrong_tokens(stage: Stage, matrix: Matrix) -> None:
-    """Without logits there is nothing that a draft could belie: wrong ones are refused, one by one."""
+    """Without logits no audit is possible, and the rejection test rejects wrong drafts one by one."""
     drafter = stage.drafter()
     with DraftRelay(drafter.address) as relay:
         load = stage.load([relay.address], *BYTES)
@@ -49,7 +49,7 @@ def test_drafts_that_do_not_match_their_logits_expel(
 
 
 def _is_expelled(statuses: list[generate_pb2.DrafterStatus], relay: DraftRelay) -> bool:
-    """Whether it is, and for what mismatch."""
+    """Return whether the drafter behind the relay is expelled for drafts that do not match its logits."""
     status = _status(statuses, relay)
     is_expelled = status.state == generate_pb2.DRAFTER_STATE_EXPELLED
     return is_expelled and "are not what its logits sample" in status.detail

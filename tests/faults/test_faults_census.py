@@ -1,4 +1,4 @@
-"""The soak's judge: what grows is told from what goes up and down."""
+"""The soak's judge distinguishes growth from variation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from subprocess import PIPE, Popen
 import pytest
 from census import MAX_MORE_THREADS, MIB, WARM_UP, Census, judge, take_census
 
-# 240 samples in 20 minutes that wander within bounds. Of 20 each, five are between faults, two of them far from any.
+# 240 samples in 20 minutes that vary within bounds. Of each 20 samples, 5 are between faults and 2 far from faults.
 WANDERING = [
     Census(
         5.0 * i,
@@ -21,10 +21,10 @@ WANDERING = [
     )
     for i in range(240)
 ]
-# A second of the soak: fewer than it had of either on busy machines.
+# Rates of the soak, per second: lower than in any run, even with other load on the CPU.
 STEPS_A_SECOND = 8.0
 FAULTS_A_SECOND = 1 / 40
-# The demo target's hidden size, in float32.
+# 384 elements of float32.
 FEATURE_ROW_BYTES = 384 * 4
 
 
@@ -77,7 +77,7 @@ def test_too_few_samples_are_not_judged() -> None:
         judge(WANDERING[:30])
 
 
-# Says that it runs, and opens a pipe when it is told to.
+# Prints a line when it runs, and opens a pipe when it reads a line.
 OPENING = "import os; print(flush=True); input(); fds = os.pipe(); print(flush=True); input()"
 
 

@@ -1,4 +1,4 @@
-"""The soak's law of short sampled outputs: what follows it passes; what a faulty verification would emit does not."""
+"""The soak's test of short sampled outputs: correct outputs pass, and outputs of a faulty verification do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from soak import DEMO, LAW_PROMPTS, LAW_SAMPLES_A_MINUTE
 pytestmark = pytest.mark.xdist_group("faults_quick")
 
 Output = tuple[int, ...]
-# Of the second and third tokens, those that are the likeliest draft, taken without a test.
+# Share of second and third tokens that are the most likely draft, accepted without a test.
 TAKEN_UNTESTED = 0.5
 
 
@@ -39,7 +39,7 @@ def test_a_token_that_cannot_be_sampled_refutes_the_law(laws: list[DemoLaw]) -> 
 
 
 def _draw(law: DemoLaw, taken_untested: float) -> list[Output]:
-    """As many outputs as 20 minutes of the soak have to give, with that share of tokens that are drafts."""
+    """Draw as many outputs as 20 minutes of the soak must have, with this share of drafts accepted without a test."""
     draw, nexts = random.Random(1), defaultdict(dict)
     for known in law.laws:
         for begin, chance in known.items():

@@ -1,4 +1,4 @@
-"""The load's own checks: what a fault must not do would show."""
+"""The load detects wrong tokens, wrong distributions and acceptance that does not recover."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("faults_quick")
 
 @pytest.fixture(scope="module")
 def verifier(pair: Pair) -> Iterator[str]:
-    """One without drafters, in this process."""
+    """A verifier without drafters, in this process."""
     target = load_target(pair.target_dir, "target", torch.float32, torch.device("cpu"))
     with serve_verifier(target, {}, []) as address:
         yield address
@@ -43,7 +43,7 @@ def test_samples_follow_their_own_law_and_refute_another(verifier: str, referenc
     drawn = [one.tokens for one in running.samples if one.tokens]
     assert not running.failures
     assert law.refutation(drawn, Sampling()) < 1
-    assert law.refutation(drawn, Sampling(temperature=0.6)) > 1  # of 20 draws of 400 samples the least was 5.9
+    assert law.refutation(drawn, Sampling(temperature=0.6)) > 1  # the minimum of 20 draws of 400 samples was 5.9
 
 
 def test_a_wrong_law_during_a_fault_is_not_diluted_afterwards(law: Law) -> None:

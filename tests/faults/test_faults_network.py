@@ -1,4 +1,4 @@
-"""A network between verifier and drafter that cuts, loses, holds up and swallows what they say."""
+"""A network between verifier and drafter that resets connections and delays, limits or loses their bytes."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_the_link_becomes_narrow(stage: Stage, matrix: Matrix, proxy: TcpProxy) 
 
 
 def test_a_drafter_of_another_host_is_sent_features_in_messages(link: Link, stage: Stage) -> None:
-    """Abstract sockets are of one network namespace, as those of a host or a container are."""
+    """An abstract socket exists in one network namespace, so the drafter in another cannot share memory."""
     drafter = stage.drafter(host=link.address, program=link.program)
     load = stage.load([drafter.address], "--insecure")
-    load.measure()  # greedy output is transformers', and the drafts are those of undisturbed features
+    load.measure()  # checks greedy output against transformers, and acceptance against that of undisturbed features
     [status] = load.drafters()
     assert (status.features_carrier, status.is_direct) == (draft_pb2.CARRIER_BYTES, False)
 

@@ -1,4 +1,4 @@
-"""Clients that go, do not read or come in a crowd, and a verifier that is killed: others do not notice."""
+"""Clients die, do not read or arrive in a crowd, or a verifier is killed: other clients are not affected."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 NUM_STREAMS = 16
 
 NUM_UNREAD_TOKENS = 120
-# While greedy requests of the load, of 40 tokens, come and go so often, the unread ones could be computed twice.
+# Rounds of the load. Its greedy requests have 40 tokens, so the unread requests could be computed twice meanwhile.
 UNREAD_ROUNDS = 6
-# A window that a few messages fill, and that does not grow.
+# A flow-control window that a few messages fill and that does not grow.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-# What unread output may take in the verifier: some KiB for each token's message.
+# Maximum growth of the verifier by unread output: 16 KiB for each token's message.
 MOST_UNREAD_BYTES = NUM_STREAMS * NUM_UNREAD_TOKENS * 16 * 1024
 
 NUM_CLIENTS = 500
@@ -96,7 +96,7 @@ def _resident_bytes(pid: int) -> int:
 def test_many_more_clients_come_at_once_than_may_wait(
     stage: Stage, matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Clients of one process share a connection otherwise.
+    # By default, clients of one process share a connection.
     own_connection = [*CLIENT_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     monkeypatch.setattr(balancing, "CLIENT_CHANNEL_OPTIONS", own_connection)
     drafter = stage.drafter()
@@ -126,7 +126,7 @@ def test_many_more_clients_come_at_once_than_may_wait(
 
 
 async def _ask_at_once(verifier: ServiceProcess, wanted: Sequence[Continuation]) -> list[Completion | QueueFullError]:
-    """What clients with a connection each get, all at once; any other error is raised."""
+    """Send all requests at once, each over its own connection; return the completions and the full-queue errors."""
     before = _num_sockets(verifier.pid)
     are_connected = asyncio.Barrier(len(wanted))
 

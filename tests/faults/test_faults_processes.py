@@ -1,4 +1,4 @@
-"""Drafters that die, hang, change and run out of memory: one, or all of them."""
+"""Drafters that die, hang, return with another head or run out of memory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_drafter_has_no_memory_for_some_batches(stage: Stage, matrix: Matrix) 
 
 
 def test_a_drafter_may_take_no_more_memory(stage: Stage, matrix: Matrix) -> None:
-    """It has a new session to open then, and a flood of prompts: whatever fails, and whether it lives on or dies."""
+    """At the limit the drafter must open a new session and take many prompts. It may survive or die."""
     drafter = stage.drafter()
     with TcpProxy(drafter.address) as proxy:
         load = stage.load([proxy.address])
@@ -100,7 +100,7 @@ def test_a_drafter_may_take_no_more_memory(stage: Stage, matrix: Matrix) -> None
             load.wait_for(lambda: proxy.is_cut, "the connection is cut")
             sample(load.addresses[0], LONG_PROMPT, range(64), max_tokens=8)
             time.sleep(5)
-            # How many drafts that costs is another thing each time: a tenth of them or nearly all.
+            # The share of lost drafts is not checked: it varies from a tenth to nearly all.
             log = drafter.process.log_text()
             assert not drafter.process.running or "MemoryError" in log or "Cannot allocate memory" in log
             if drafter.process.running:
@@ -111,6 +111,6 @@ def test_a_drafter_may_take_no_more_memory(stage: Stage, matrix: Matrix) -> None
 
 
 def _address_space(drafter: Drafter) -> int:
-    """Bytes."""
+    """Return the size of the drafter's address space in bytes."""
     pages = Path(f"/proc/{drafter.process.pid}/statm").read_text(encoding="ascii").split()[0]
     return int(pages) * resource.getpagesize()

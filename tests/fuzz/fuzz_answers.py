@@ -1,4 +1,4 @@
-"""Drafters that answer a verifier wrongly: raw services whose every message may be anything."""
+"""Fake drafters that answer a verifier wrongly; each of their messages may have any bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Plan = tuple[Random, asyncio.Future[str]]
 
 
 def describe(fusion: pb.FeatureFusion | None = None) -> pb.GetDrafterInfoResponse:
-    """What a drafter in order tells of itself."""
+    """Return the info of a valid drafter."""
     return pb.GetDrafterInfoResponse(
         version=VERSION,
         method="eagle3",
@@ -59,7 +59,7 @@ def describe(fusion: pb.FeatureFusion | None = None) -> pb.GetDrafterInfoRespons
 
 
 def answer(rng: Random, step: pb.DraftStep, top_n: int) -> pb.Drafts:
-    """An answer in order: random drafts for every sequence that wants some, with logits (of `top_n`, 0 for all)."""
+    """Return a valid answer: random drafts for every sequence that requests some, with logits (`top_n`, 0 for all)."""
     drafts = pb.Drafts(step_id=step.step_id, compute_time_s=0.001)
     ends = np.cumsum(step.num_rows)
     tokens = np.frombuffer(step.tokens.data, np.int32)
@@ -83,7 +83,7 @@ def answer(rng: Random, step: pb.DraftStep, top_n: int) -> pb.Drafts:
 
 
 def hostile_answers(rng: Random, good: pb.Drafts, old: deque[pb.Drafts]) -> list[pb.Drafts | bytes]:
-    """What is sent in place of the answer in order."""
+    """Return the messages to send in place of the valid answer."""
     kind = rng.randrange(11)
     wrong = pb.Drafts()
     wrong.CopyFrom(good)
@@ -122,7 +122,7 @@ def hostile_answers(rng: Random, good: pb.Drafts, old: deque[pb.Drafts]) -> list
 
 
 def hostile_logits(rng: Random, logits: pb.Tensor) -> None:
-    """Elements that are no numbers, or at the edge of the type; now and then the bytes themselves are too few."""
+    """Replace elements by NaN, infinities and extreme values; sometimes also truncate the bytes."""
     step = pb.DraftStep(features=logits)
     hostile_features(rng, step)
     logits.CopyFrom(step.features)
@@ -131,26 +131,26 @@ def hostile_logits(rng: Random, logits: pb.Tensor) -> None:
 
 
 class FakeDrafter:
-    """A drafter of one port: in order until a plan says otherwise.
+    """A drafter that behaves correctly except where a plan requires a wrong message.
 
-    A plan is a generator of random numbers and a future that is done when the wrong thing has been sent. Plans for
-    answers are `steps`, which all drafters share; those for a connection that begins are `hellos`.
+    A plan is a random generator and a future that is set when the wrong message is sent. The plans in `steps`, which
+    all drafters share, are for answers; the plans in `hellos` are for new connections.
     """
 
     def __init__(self, top_n: int, steps: deque[Plan], *, is_direct: bool) -> None:
-        """With `is_direct` it shares memory with the verifier and answers directly, as on one host."""
+        """With `is_direct` the drafter shares memory with the verifier and answers through the ring, as on one host."""
         self._top_n = top_n
         self._is_direct = is_direct
         self._rng = Random(0)
         self._steps = steps
         self.hellos: deque[Plan] = deque()
         self._old: deque[pb.Drafts] = deque(maxlen=8)
-        self._hello: Plan | None = None  # of the connection that is being made
-        self._inbox: asyncio.Queue[pb.DraftStep | None] = asyncio.Queue()  # of the stream; None ends it
+        self._hello: Plan | None = None  # plan of the connection that is being made
+        self._inbox: asyncio.Queue[pb.DraftStep | None] = asyncio.Queue()  # steps of the stream; None ends it
         self.address = ""
 
     async def start(self) -> grpc.aio.Server:
-        """Serves on a free port."""
+        """Serve on a free port; return the server."""
         handlers = {
             "GetDrafterInfo": grpc.unary_unary_rpc_method_handler(self._info, None, _encode),
             "GetFeatureFusion": grpc.unary_stream_rpc_method_handler(self._fusion, None, _encode),
@@ -163,12 +163,12 @@ class FakeDrafter:
         return server
 
     def hang_up(self) -> None:
-        """Ends the stream, so that the verifier connects anew."""
+        """End the stream, so that the verifier connects again."""
         self._inbox.put_nowait(None)
 
     async def _info(self, _request: bytes, context: Any) -> Any:
         if self._hello is not None and not self._hello[1].done():
-            self._hello[1].set_result("connection")  # it came back: what it was told was answered
+            self._hello[1].set_result("connection")  # the verifier reconnects, so it has handled the last answers
         self._hello = self.hellos.popleft() if self.hellos else None
         info = describe()
         if self._hello is not None:
@@ -197,7 +197,7 @@ class FakeDrafter:
         size = 4 * WIDTH * FUSED_WIDTH
         kind = rng.randrange(4)
         if kind == 0:
-            while True:  # the verifier must have enough of it by itself
+            while True:  # the verifier must end this endless stream
                 yield pb.FeatureFusionChunk(data=rng.randbytes(rng.choice((0, 1, 4096, 1 << 20))))
         elif kind == 1:
             yield pb.FeatureFusionChunk(data=rng.randbytes(size))
@@ -208,7 +208,7 @@ class FakeDrafter:
 
     async def _draft(self, requests: AsyncIterator[pb.DraftRequest], context: Any) -> AsyncIterator[Any]:
         inbox = self._inbox = asyncio.Queue()
-        if self.hellos:  # the connection is to be made anew at once
+        if self.hellos:  # a plan waits for a new connection
             inbox.put_nowait(None)
         self._old.clear()
         shared = await self._meet((await anext(requests)).hello)
@@ -244,7 +244,7 @@ class FakeDrafter:
                 wrong: list[pb.Drafts | bytes] | None = None
                 if self._steps and good.sequence_ids:
                     rng, done = self._steps.popleft()
-                    # Before the verifier can end it all.
+                    # Before the answer, because the verifier may end the stream.
                     done.set_result("direct answer" if shared.channel else "answer")
                     wrong = hostile_answers(rng, good, self._old)
                     if shared.channel is not None and rng.random() < 0.2:
@@ -267,7 +267,7 @@ class FakeDrafter:
 def _filled(
     inbox: asyncio.Queue[pb.DraftStep | None], requests: AsyncIterator[pb.DraftRequest], channel: Channel | None
 ) -> Iterator[None]:
-    """Fills the inbox with what comes over the stream and through the ring, which is closed in the end."""
+    """Fill the inbox with the steps from the stream and from the ring; close the ring at the end."""
     loop = asyncio.get_running_loop()
 
     async def read() -> None:
@@ -305,7 +305,7 @@ def _filled(
 
 
 def _committed(commit: pb.Commit, announce: pb.Announce, body: Body) -> pb.DraftStep:
-    """The step that a commit stands for."""
+    """Return the step that a commit confirms."""
     numbers = body.read((len(announce.sequence_ids), announce.columns))
     body.release()
     left = [place for place, one in enumerate(announce.sequence_ids) if one not in commit.closed_ids]
@@ -324,7 +324,7 @@ def _committed(commit: pb.Commit, announce: pb.Announce, body: Body) -> pb.Draft
 
 
 def _lie_in_the_ring(rng: Random, channel: Channel) -> None:
-    """A record that no writer writes, or early drafts of any step."""
+    """Send early drafts of a random step, or overwrite bytes of the ring."""
     if rng.random() < 0.5:
         early = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=rng.choice((0, 1, 2, 3, 10**6, 2**64 - 1))))
         numbers = torch.randint(-2, 2 * VOCAB_SIZE, (rng.choice((1, 2, 7)), rng.choice((1, 4))), dtype=torch.int32)

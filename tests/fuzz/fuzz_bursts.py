@@ -1,4 +1,4 @@
-"""Messages that stop half way, and bursts of calls past every queue of both services."""
+"""Half-sent messages, and bursts of calls that exceed every queue of both services."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from models import SENTENCES, make_tokenizer
 from verifier_service.main import reading_limits
 
 MAX_NUM_SEQS, MAX_QUEUE = 2, 4
-# Requests that are open at once: computed, waiting and not read to their end.
+# Maximum number of open requests: running, waiting, and finished but not read to their end.
 MAX_OPEN = 2 * MAX_NUM_SEQS + MAX_QUEUE
 LIMITS: dict[str, ReadingLimits] = {"verifier": reading_limits(MAX_OPEN), "drafter": READING}
 OWN_METHOD = {"verifier": GENERATE, "drafter": DRAFT}
 OUTPUT_TOKENS = 4
-# A case of half-sent messages sends up to a gigabyte. A connection may hold a few messages and one window a call.
+# In bytes. A case of half-sent messages sends up to 1 GB; servers may hold a few messages and one window per call.
 MAX_MEMORY = 256 << 20
 SIZES = (0, 1, 1000, 65536, 1 << 20, MAX_REQUEST_BYTES, MAX_REQUEST_BYTES, MAX_REQUEST_BYTES + 1, 2**32 - 1)
-PAUSE_S = 0.5  # of a server that is held up
+PAUSE_S = 0.5  # of a server stopped by SIGSTOP
 FULL_QUEUE = re.compile(r"request failed .*(the queue is full|outputs wait for clients)")
 
 
 @dataclass
 class Scene:
-    """Both services with small queues, and what they held at first."""
+    """Both services with small queues, and their memory at the first check."""
 
     processes: dict[str, ServiceProcess]
     base: dict[str, int] = field(default_factory=dict)  # private bytes
     log_read: dict[str, int] = field(default_factory=dict)
 
     async def check(self) -> None:
-        """Both live, answer in order, have logged nothing unexpected and hold little more memory than at first."""
+        """Check that both services run, log no unexpected errors, answer a request and have grown little."""
         for name, process in self.processes.items():
             if not process.running:
                 raise FindingError(f"the {name} ended with {process.returncode}:\n{process.log_text()[-4000:]}")
@@ -72,7 +72,7 @@ class Scene:
         Raises
         ------
         FindingError
-            When an output has not the length that was asked for.
+            If an output does not have the requested length.
         """
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=make_tokenizer().encode(SENTENCES[0]).ids[:6]),
@@ -91,8 +91,7 @@ class Scene:
         return grpc.StatusCode.OK, "", None
 
     async def num_refused(self) -> tuple[int, int]:
-        """Return how many requests the verifier has counted as refused, and how many refusals for a full queue it has
-        logged."""
+        """Return the number of refused requests in the verifier's metrics, and of full-queue refusals in its log."""
         log = self.processes["verifier"].log_text()
         metrics_line = re.search(r"metrics on http://(\S+)/metrics", log)
         assert metrics_line is not None
@@ -128,7 +127,7 @@ async def send_half(scene: Scene, rng: Random) -> str:
 
 
 async def exceed_admission(scene: Scene, rng: Random) -> str:
-    """Play more calls without a message than are admitted, of a connection or in all."""
+    """Play more calls without a message than are admitted, of one connection or in total."""
     name = rng.choice(sorted(scene.processes))
     most = LIMITS[name].max_unread_of_peer
     counts = [rng.randint(most + 1, 2 * most) for _ in range(rng.randint(1, 4))]
@@ -137,7 +136,7 @@ async def exceed_admission(scene: Scene, rng: Random) -> str:
 
 
 async def exceed_accepting(scene: Scene, rng: Random) -> str:
-    """Play more calls than wait to be accepted, to a server that is held up meanwhile."""
+    """Play up to more calls than may wait to be accepted, while the server is stopped."""
     name = rng.choice(sorted(scene.processes))
     most_of_connection = dict(LIMITS[name].options())["grpc.max_concurrent_streams"]
     await _burst(scene, name, [most_of_connection] * rng.randint(1, 5), (signal.SIGSTOP, signal.SIGCONT))
@@ -145,9 +144,9 @@ async def exceed_accepting(scene: Scene, rng: Random) -> str:
 
 
 async def _burst(scene: Scene, name: str, counts: list[int], signals: tuple[int, ...]) -> None:
-    """Begin `counts` calls of as many connections; while they begin the server gets the signals.
+    """Begin calls, `counts` of each connection. Send the first signal before they begin, the second after a pause.
 
-    All calls but those that are admitted end with a status. gRPC may drop calls where more come than may wait.
+    All calls that are not admitted must end with a status. gRPC may drop calls in excess of those that may wait.
     """
     process, limits = scene.processes[name], LIMITS[name]
     async with AsyncExitStack() as stack:
@@ -178,7 +177,7 @@ async def _burst(scene: Scene, name: str, counts: list[int], signals: tuple[int,
 
 
 async def _check_refusal(address: str, path: str) -> None:
-    """A call without its message is refused with a time to come again, or ends when its time is over."""
+    """Check that a call without its message is refused with a retry time, or ends at its deadline."""
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         try:
             await channel.stream_stream(path)(timeout=PATIENCE_S).read()
@@ -191,7 +190,7 @@ async def _check_refusal(address: str, path: str) -> None:
 
 
 async def exceed_queue(scene: Scene, rng: Random) -> str:
-    """Play more requests at once than are computed and wait: each gets its output, or when to try again."""
+    """Play more requests at once than can run and wait: each gets its output or a retry time."""
     address = scene.processes["verifier"].address
     before = await scene.num_refused()
     answers = await asyncio.gather(*(scene.ask(address) for _ in range(rng.randint(MAX_OPEN + 1, 100))))
@@ -201,7 +200,7 @@ async def exceed_queue(scene: Scene, rng: Random) -> str:
             raise FindingError(f"{code.name}, try again after {seconds} s: {details}")
     expected = before[0] + len(refused), before[1] + len(refused)
     deadline = time.monotonic() + PATIENCE_S
-    while (now := await scene.num_refused()) != expected:  # the engine's thread counts
+    while (now := await scene.num_refused()) != expected:  # the engine's thread updates the counter later
         if time.monotonic() > deadline:
             raise FindingError(f"counted and logged refusals: {now} in place of {expected}")
         await asyncio.sleep(0.1)

@@ -1,5 +1,5 @@
-"""A verifier on the drafter's own host that lies where memory is shared: at the rendezvous, about spans, in the rings,
-and about the steps that it announces and commits."""
+"""A verifier on the drafter's host that lies about shared memory: at the rendezvous, about spans, in the rings, and in
+announcements and commits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 10.0
 
 
 class LyingRendezvous:
-    """Has the place of `Rendezvous`; `serve` says what it must not."""
+    """A replacement of `Rendezvous` that violates the protocol."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -37,7 +37,7 @@ class LyingRendezvous:
         self._socket.settimeout(TIMEOUT_S)
 
     def encode(self) -> pb.Rendezvous:
-        """Wire form, in which the token or the name may be wrong."""
+        """Return the rendezvous as a message, in which the token or the name may be wrong."""
         kind = self._rng.randrange(8)
         if kind == 0:
             return pb.Rendezvous(socket=self._name, token=self._rng.randbytes(self._rng.choice((0, 31, 32, 33, 999))))
@@ -47,7 +47,7 @@ class LyingRendezvous:
         return pb.Rendezvous(socket=self._name, token=self._token)
 
     def serve(self) -> None:
-        """Talks to the drafter, if it comes."""
+        """Talk to the drafter if it connects."""
         with contextlib.suppress(OSError):
             connection = self._socket.accept()[0]
             with connection, contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class LyingRendezvous:
             os.close(fd)
 
     def _file(self, size: int, nonce: bytes) -> int:
-        """A memory file, perhaps of another size than is said or not sealed, or no memory file at all."""
+        """Return a memory file, possibly with a wrong size or wrong seals, or another kind of file."""
         rng = self._rng
         kind = rng.randrange(6)
         if kind == 0:
@@ -108,14 +108,14 @@ class LyingRendezvous:
         return fd
 
     def close(self) -> None:
-        """Ends a `serve` that still waits."""
+        """End a `serve` that still waits."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def lie_about(rng: Random, span: pb.SharedSpan) -> None:
-    """Changes where a tensor in shared memory is said to be."""
+    """Change the offset and generation of a tensor in shared memory to wrong values."""
     kind = rng.randrange(3)
     if kind == 0:
         span.offset = rng.choice((*EDGES, span.offset + 1, span.offset + 64, span.offset - 64, 128))
@@ -126,7 +126,7 @@ def lie_about(rng: Random, span: pb.SharedSpan) -> None:
 
 
 def lie_about_span(rng: Random, features: pb.Tensor) -> None:
-    """Changes where a tensor in shared memory is said to be, or its size."""
+    """Change the span or the shape of a tensor in shared memory to wrong values."""
     if rng.randrange(4):
         lie_about(rng, features.span)
     else:
@@ -134,7 +134,7 @@ def lie_about_span(rng: Random, features: pb.Tensor) -> None:
 
 
 class Announcer:
-    """Announces and commits steps of one stream, truly or not."""
+    """Right and wrong announcements and commits of one stream's steps."""
 
     def __init__(self, rng: Random, channel: Channel, sender: TensorSender) -> None:
         self._rng = rng
@@ -143,7 +143,7 @@ class Announcer:
         self._last_id = 0
 
     def announce(self, step: pb.DraftStep) -> bool:
-        """Announces a step whose features are in its message; whether it did so truly."""
+        """Announce a step whose features are in its message; return whether the announcement is right and was sent."""
         rng, numbers = self._rng, _numbers(step)
         features = self._sender.begin(torch.float32, tuple(step.features.shape))
         if features.carrier != pb.CARRIER_SHM:
@@ -161,14 +161,14 @@ class Announcer:
         )
         features.announce(announce.features)
         kind = rng.randrange(12)
-        if kind == 0:  # tokens or counts that there are not
+        if kind == 0:  # invalid tokens or counts of rows
             place = rng.randrange(len(numbers)), rng.randrange(numbers.shape[1])
             numbers[place] = rng.choice((-1, 0, 2**31 - 1, 10**6))
         elif kind == 1:
             set_hostile(rng, announce)
         elif kind == 2:
             lie_about(rng, announce.features)
-        elif kind == 3:  # that are not open
+        elif kind == 3:  # sequences that are not open
             announce.sequence_ids[0] = rng.choice((0, 999, 2**63, *EDGES)) & (2**64 - 1)
         elif kind == 4:
             numbers = numbers[: rng.randrange(len(numbers) + 1)]
@@ -179,11 +179,11 @@ class Announcer:
         return is_sent and kind > 5
 
     def commit(self, step: pb.DraftStep) -> tuple[pb.Commit, bool]:
-        """A commit of the step announced last, and whether it is true if that is."""
+        """Return a commit of the last announced step, and whether the commit is right if the announcement was."""
         rng = self._rng
         commit = pb.Commit(step_id=step.step_id, announced_id=self._last_id, num_drafts=step.num_drafts)
         kind = rng.randrange(12)
-        if kind == 0:  # unknown, or committed before
+        if kind == 0:  # an unknown step, or one committed before
             commit.announced_id = rng.choice((0, max(self._last_id - 1, 0), self._last_id + 1, 2**64 - 1))
         elif kind == 1:
             commit.closed_ids.extend([*step.sequence_ids[:1], rng.choice((0, 2**64 - 1))])
@@ -193,12 +193,12 @@ class Announcer:
 
     @property
     def last_id(self) -> int:
-        """Id of the step announced last."""
+        """Return the id of the last announced step."""
         return self._last_id
 
 
 def _numbers(step: pb.DraftStep) -> torch.Tensor:
-    """What a verifier's device writes of a step: rows and tokens of each sequence."""
+    """Return what a verifier's device writes for a step: the number of rows and the tokens of each sequence."""
     tokens = torch.frombuffer(bytearray(step.tokens.data), dtype=torch.int32).tolist()
     numbers = torch.full((len(step.num_rows), 1 + max(step.num_rows)), -1, dtype=torch.int32)
     begin = 0
@@ -209,7 +209,7 @@ def _numbers(step: pb.DraftStep) -> torch.Tensor:
 
 
 def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
-    """Writes anything anywhere into the memory that the drafter reads, and takes its pages away."""
+    """Write random bytes into the memory that the drafter reads, and claim room for a tensor that is never sent."""
     if shared.outgoing is not None:
         memory = shared.outgoing.memory
         at = rng.randrange(len(memory) - 4096)
@@ -223,6 +223,6 @@ def scribble(rng: Random, sender: TensorSender, shared: SharedSegments) -> None:
 
 
 async def share(rendezvous: Rendezvous) -> asyncio.Future[SharedSegments]:
-    """Serves a rendezvous in order, in a thread."""
+    """Serve a valid rendezvous in a thread."""
     size = segment_bytes(4 * WIDTH * 64)
     return asyncio.ensure_future(asyncio.to_thread(rendezvous.serve, CARRIERS, CARRIERS, size, CPU))

@@ -1,4 +1,4 @@
-"""The kinds of cases. Each plays a connection, call, stream or answer and says how it ended; wrong ends raise."""
+"""The kinds of cases. Each plays a connection, call, stream or answer, returns its outcome and raises for a bug."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 
 Status = grpc.StatusCode
-# What a server may answer to anybody; INTERNAL and UNKNOWN stand for errors of its own.
+# Statuses that a server may return to hostile input; INTERNAL and UNKNOWN mean errors of the server.
 PROPER = {
     Status.OK,
     Status.INVALID_ARGUMENT,
@@ -46,7 +46,7 @@ TOKENIZE = [
     ).SerializeToString(),
 ]
 DETOKENIZE = [generate_pb2.DetokenizeRequest(token_ids=[5, 6, 7], skip_special_tokens=False).SerializeToString()]
-# Methods of both services with messages in order: (path, messages, whether requests are a stream).
+# Methods of both services: (path, valid messages, whether requests are a stream).
 METHODS: dict[str, list[tuple[str, list[bytes], bool]]] = {
     "verifier": [
         (GENERATE, REQUESTS, False),
@@ -73,15 +73,15 @@ Outcomes = Counter[str]
 
 
 def judged(code: Status, details: str | None) -> str:
-    """The name of a proper ending.
+    """Return the name of a proper final status.
 
     Raises
     ------
     FindingError
-        When the status says that the server was at a loss, or a refusal does not say what was wrong.
+        If the status means an error of the server, or a refusal does not name what was wrong.
     """
     text = details or ""
-    if text == "Internal error from Core":  # of this side: the call had ended while it was being written to
+    if text == "Internal error from Core":  # an error of this client: the call ended during a write
         return "ended early"
     if code not in PROPER or "Traceback" in text or "<class" in text:
         raise FindingError(f"{code.name}: {text}")
@@ -91,7 +91,7 @@ def judged(code: Status, details: str | None) -> str:
 
 
 async def read_all(call: Any, most: int = 3) -> str:
-    """How a call ends, or `accepted` after some answers: the rest is cancelled, as a client may."""
+    """Return the status with which a call ends, or cancel it after `most` answers and return `accepted`."""
     try:
         for _ in range(most):
             if await call.read() is grpc.aio.EOF:
@@ -103,7 +103,7 @@ async def read_all(call: Any, most: int = 3) -> str:
 
 
 async def connection(world: World, rng: Random) -> Outcomes:
-    """One TCP connection with bytes that are wrong somewhere, to a service or to its metrics."""
+    """Play one TCP connection to a service or its metrics port, with bytes that may be invalid."""
     name = rng.choice(("drafter", "verifier"))
     if rng.random() < 0.2:
         data, address, name = hostile_scrape(rng), world.metrics[name], f"{name}'s metrics"
@@ -133,7 +133,7 @@ async def connection(world: World, rng: Random) -> Outcomes:
 
 
 async def message(world: World, rng: Random) -> Outcomes:
-    """One call whose message may be no protobuf, or of another kind."""
+    """Play one call whose last message may be no protobuf, or of another type."""
     name = rng.choice(("drafter", "verifier"))
     channel = world.to_drafter if name == "drafter" else world.to_verifier
     path, messages, is_stream = rng.choice(METHODS[name])
@@ -150,7 +150,7 @@ async def message(world: World, rng: Random) -> Outcomes:
 
 
 async def request(world: World, rng: Random) -> Outcomes:
-    """One request with hostile values."""
+    """Play one request with hostile values."""
     call = world.to_verifier.unary_stream(GENERATE, generate_pb2.GenerateRequest.SerializeToString)(
         hostile_request(rng), timeout=PATIENCE_S
     )
@@ -169,7 +169,7 @@ async def _open(world: World, first: pb.VerifierHello) -> tuple[Any, Any]:
 
 
 async def greeting(world: World, rng: Random) -> Outcomes:
-    """One hello with a hostile value."""
+    """Play one hello with one or two hostile values."""
     first = hello(rng.choice(CONFIGS))
     for _ in range(rng.choice((1, 1, 2))):
         set_hostile(rng, first)
@@ -181,7 +181,7 @@ async def greeting(world: World, rng: Random) -> Outcomes:
 
 
 async def _say(call: Any, one: pb.DraftRequest, ledger: Ledger) -> pb.DraftResponse | None:
-    """The answer to a message; None when the stream has ended. It must be what follows from this stream alone."""
+    """Return the answer to a message, None if the stream has ended. The answer must follow from this stream alone."""
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
         await call.write(one)
         answer = await call.read()
@@ -192,7 +192,7 @@ async def _say(call: Any, one: pb.DraftRequest, ledger: Ledger) -> pb.DraftRespo
 
 
 async def steps(world: World, rng: Random) -> Outcomes:
-    """One stream of hostile steps, each a case, until one of them is refused."""
+    """Play one stream of hostile steps until a step is refused; each step counts as a case."""
     outcomes: Outcomes = Counter()
     call, answer = await _open(world, hello(rng.choice(CONFIGS)))
     if not isinstance(answer, pb.DraftResponse):
@@ -220,7 +220,7 @@ async def steps(world: World, rng: Random) -> Outcomes:
 
 
 async def sharing(world: World, rng: Random) -> Outcomes:
-    """One verifier on the drafter's host that lies at the rendezvous, about spans, or about what it foretells."""
+    """Play a verifier on the drafter's host that lies at the rendezvous, about spans, or in announcements."""
     first = hello(rng.choice(CONFIGS))
     first.carriers[:] = CARRIERS
     if rng.random() < 0.6:
@@ -277,7 +277,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
 
 
 def _share_features(rng: Random, step: pb.DraftStep, sender: TensorSender, shared: SharedSegments) -> None:
-    """Puts a step's features into shared memory, and lies about some of them."""
+    """Move a step's features into shared memory, possibly with a wrong span or overwritten."""
     if not step.HasField("features"):
         return
     data = step.features.data
@@ -294,7 +294,7 @@ def _share_features(rng: Random, step: pb.DraftStep, sender: TensorSender, share
 async def _announce(
     call: Any, rng: Random, channel: Channel, announcer: Announcer, step: pb.DraftStep, ledger: Ledger
 ) -> pb.DraftResponse | None:
-    """Announces a step and commits it; what is answered to a commit that lies is not judged, and ends the case."""
+    """Announce and commit a step. If either is wrong, the answer is not judged and the case ends."""
     is_true = announcer.announce(step)
     await asyncio.sleep(rng.choice((0, 0.01)))
     commit, is_right = announcer.commit(step)
@@ -309,8 +309,10 @@ async def _announce(
 async def _say_directly(
     call: Any, channel: Channel, one: bytes, ledger: Ledger, step: pb.DraftStep | None
 ) -> pb.DraftResponse | None:
-    """As `_say`, from engine to engine; what ends the stream is told by the call. A message that was written over
-    before it was read is never answered."""
+    """Return the answer to a message that is sent through the ring; None if the stream has ended.
+
+    A message that was overwritten before the drafter read it gets no answer.
+    """
     if not channel.send(one):
         return None
     deadline = asyncio.get_running_loop().time() + PATIENCE_S / 4
@@ -332,22 +334,22 @@ async def _say_directly(
 
 
 async def theft(world: World, rng: Random) -> Outcomes:
-    """Messages in which one verifier names, closes and opens what another has open at that moment."""
+    """Play a verifier that uses, closes and opens the sequence ids of another verifier."""
     which = rng.choice(OWNERS)
     return await steal(world.to_drafter, rng, which, world.known[which], PATIENCE_S)
 
 
 async def answers(world: World, rng: Random) -> Outcomes:
-    """One wrong answer of a drafter, while clients are served."""
+    """Play one wrong answer of a fake drafter while clients are served."""
     done = asyncio.get_running_loop().create_future()
     world.wrong_answers.append((rng, done))
-    while not done.done():  # as many at once as make some of them draft at a drafter that answers wrongly
+    while not done.done():  # enough requests at once that a fake drafter gets some of them
         await asyncio.gather(*(world.recite(number, 8) for number in range(3)))
     return Counter([done.result()])
 
 
 async def introduction(world: World, rng: Random) -> Outcomes:
-    """One drafter that is connected to and is wrong from the beginning."""
+    """Play one connection to a fake drafter that is wrong from the beginning."""
     done = asyncio.get_running_loop().create_future()
     fake = rng.choice(world.fakes)
     fake.hellos.append((rng, done))
@@ -356,7 +358,7 @@ async def introduction(world: World, rng: Random) -> Outcomes:
 
 
 Play = Callable[[World, Random], Awaitable[Outcomes]]
-# Kinds with the share of the cases' numbers that they get.
+# Kinds of cases with their weights.
 KINDS: dict[str, tuple[int, Play]] = {
     "connection": (34, connection),
     "message": (32, message),

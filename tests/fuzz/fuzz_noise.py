@@ -1,4 +1,4 @@
-"""Bytes that are nearly right: mutated messages, and HTTP/2 frames and gRPC prefixes that lie."""
+"""Bytes that are nearly valid: mutated messages, and HTTP/2 frames and gRPC prefixes with wrong values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 1, 4
-# What the port of metrics is asked in order.
+# Valid requests to the metrics port.
 SCRAPES = (
     b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text; version=1.0.0,text/plain;q=0.5\r\n\r\n",
     b"GET /metrics?name[]=draftwire_num_requests_running HTTP/1.0\r\nAccept-Encoding: gzip\r\n\r\n",
@@ -17,12 +17,12 @@ SCRAPES = (
     b"OPTIONS /favicon.ico HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n0\r\n\r\n",
 )
 OTHER_PROTOCOLS = (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 99)
-# Numbers at which lengths, ids and counters go wrong.
+# Boundary values of lengths, ids and counters.
 EDGES = (0, 1, 2, 127, 128, 255, 256, 65535, 65536, 2**24 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 def varint(value: int) -> bytes:
-    """Protobuf's encoding of a number."""
+    """Return a number as a protobuf varint."""
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -32,7 +32,7 @@ def varint(value: int) -> bytes:
 
 
 def mutated(rng: Random, data: bytes) -> bytes:
-    """`data` with some changes: bits and bytes, pieces cut out, repeated or inserted, lengths and numbers replaced."""
+    """Return `data` with changed bits, bytes and numbers, and with pieces cut out, repeated or inserted."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         at = rng.randrange(len(out) + 1)
@@ -56,7 +56,7 @@ def mutated(rng: Random, data: bytes) -> bytes:
 
 
 def foreign_fields(rng: Random) -> bytes:
-    """Protobuf fields of any number and wire type, groups and over-long varints among them."""
+    """Return protobuf fields of random numbers and wire types, including groups and over-long varints."""
     out = bytearray()
     for _ in range(rng.randrange(1, 6)):
         number, kind = rng.choice((1, 2, 3, 4, 5, 15, 16, 2047, 19000, 2**29 - 1)), rng.randrange(8)
@@ -72,7 +72,7 @@ def foreign_fields(rng: Random) -> bytes:
 
 
 def nested(rng: Random) -> bytes:
-    """Messages in messages, deeper than any contract."""
+    """Return deeply nested messages."""
     content = b""
     for _ in range(rng.choice((5, 99, 101, 400))):
         content = varint(rng.choice((1, 3, 4)) << 3 | 2) + varint(len(content)) + content
@@ -80,7 +80,7 @@ def nested(rng: Random) -> bytes:
 
 
 def hostile_message(rng: Random, seeds: Sequence[bytes]) -> bytes:
-    """Bytes in place of a message, most of them a mutation of one of `seeds`."""
+    """Return bytes in place of a message, mostly a mutation of one of `seeds`."""
     kind = rng.randrange(10)
     if kind == 0:
         return rng.randbytes(rng.choice((0, 1, 7, 64, 1000)))
@@ -97,13 +97,13 @@ def hostile_message(rng: Random, seeds: Sequence[bytes]) -> bytes:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:
-    """An HTTP/2 frame; `length` in place of the payload's own."""
+    """Return an HTTP/2 frame; `length` replaces the payload's length."""
     size = len(payload) if length is None else length
     return struct.pack(">I", size & 0xFFFFFF)[1:] + struct.pack(">BBI", kind, flags, stream & 0xFFFFFFFF) + payload
 
 
 def header_block(path: str, extra: Sequence[tuple[str, str]] = ()) -> bytes:
-    """Headers of a gRPC call: HPACK literals without indexing."""
+    """Return the headers of a gRPC call as HPACK literals without indexing."""
     fields = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -125,14 +125,14 @@ def header_block(path: str, extra: Sequence[tuple[str, str]] = ()) -> bytes:
 
 
 def prefixed(rng: Random, message: bytes) -> bytes:
-    """A message with gRPC's prefix, which may lie about compression and length."""
+    """Return a message with gRPC's prefix, whose compression flag and length may be wrong."""
     compressed = rng.choice((0, 0, 0, 0, 1, 2, 255))
     length = rng.choice((len(message), len(message), rng.choice(EDGES), max(0, len(message) - 1), len(message) + 1))
     return struct.pack(">BI", compressed, length & 0xFFFFFFFF) + message
 
 
 def hostile_connection(rng: Random, path: str, message: bytes) -> bytes:
-    """All that a client sends on a connection: noise, another protocol, or HTTP/2 that is wrong somewhere."""
+    """Return all bytes that a client sends on a connection: noise, another protocol, or possibly invalid HTTP/2."""
     kind = rng.randrange(8)
     if kind == 0:
         return rng.randbytes(rng.choice((1, 9, 24, 100, 5000)))
@@ -157,7 +157,7 @@ def hostile_connection(rng: Random, path: str, message: bytes) -> bytes:
 
 
 def hostile_scrape(rng: Random) -> bytes:
-    """All that a client sends to the port of metrics: noise, another protocol, or HTTP that is wrong somewhere."""
+    """Return all bytes that a client sends to the metrics port: noise, another protocol, or possibly invalid HTTP."""
     kind = rng.randrange(8)
     if kind == 0:
         return rng.randbytes(rng.choice((1, 9, 100, 5000)))

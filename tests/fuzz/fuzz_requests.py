@@ -1,4 +1,4 @@
-"""Requests of clients with values at and past every limit."""
+"""Requests of clients with values at and beyond the limits."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ROLES = ("", "user", "system", "assistant", "tool", "r" * 64, "r" * 65, "\n", "{
 
 
 def short_request(rng: Random) -> pb.GenerateRequest:
-    """A request that is in order and soon done."""
+    """Return a valid request that ends soon."""
     prompt = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 20)))]
     params = config_pb2.SamplingParams(max_tokens=rng.choice((1, 2, 4)), temperature=rng.choice((0.0, 0.7, 1.0)))
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
 
 
 def hostile_request(rng: Random) -> pb.GenerateRequest:
-    """A request whose prompt, sampling parameters or options may be anything that protobuf can carry."""
+    """Return a request whose prompt, sampling parameters or options may have any values that protobuf can carry."""
     request = short_request(rng)
     if rng.random() < 0.4:
         _set_prompt(rng, request)
@@ -149,7 +149,7 @@ def _set_structured_output(rng: Random, output: config_pb2.StructuredOutput) -> 
 
 
 def seeds() -> list[bytes]:
-    """Messages in order, from which mutations are made: every field is in one of them."""
+    """Return valid messages as seeds of mutations; together they have every field of GenerateRequest but `n`."""
     params = config_pb2.SamplingParams(
         temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
         frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0}, seed=7, max_tokens=3, min_tokens=1, stop=["end", "é"],

@@ -1,4 +1,4 @@
-"""Messages of verifiers to a drafter: hellos and steps that are in order, and such whose values lie."""
+"""Messages of verifiers to a drafter: valid hellos and steps, and hostile ones with wrong values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS = (GREEDY, DENSE, TOP_N)
 
 
 def hello(config: config_pb2.SpeculativeConfig = GREEDY) -> pb.VerifierHello:
-    """A hello that fits the drafter."""
+    """Return a hello that the drafter accepts."""
     return pb.VerifierHello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
@@ -52,24 +52,24 @@ def hello(config: config_pb2.SpeculativeConfig = GREEDY) -> pb.VerifierHello:
 
 
 def tensor(values: np.ndarray, shape: tuple[int, ...] | None = None) -> pb.Tensor:
-    """Wire form of a float32 or int32 array."""
+    """Return a float32 or int32 array as a tensor message."""
     dtype = pb.DTYPE_FLOAT32 if values.dtype == np.float32 else pb.DTYPE_INT32
     return pb.Tensor(dtype=dtype, shape=shape or values.shape, data=values.tobytes())
 
 
 @dataclass
 class Writer:
-    """Steps of one stream in order: what a verifier keeps of its sequences."""
+    """Valid steps of one stream, and the state that a verifier keeps of its sequences."""
 
     rng: Random
     step_id: int = 0
     last_id: int = 0
     rows: dict[int, int] = field(default_factory=dict)  # accepted rows of each open sequence
     scale: float = 1.0
-    others: list[tuple[int, int]] = field(default_factory=list)  # what other streams have open: ids and accepted rows
+    others: list[tuple[int, int]] = field(default_factory=list)  # (id, accepted rows) of sequences of other streams
 
     def step(self, *, new: int = 1, most: int = 6) -> pb.DraftStep:
-        """Opens `new` sequences and feeds some of those that are open; asks for drafts."""
+        """Return a step that opens `new` sequences, sends rows of some open sequences and requests drafts."""
         self.step_id += 1
         step = pb.DraftStep(step_id=self.step_id)
         for _ in range(min(new, MAX_SEQUENCES - len(self.rows))):
@@ -97,7 +97,7 @@ class Writer:
 
 
 def set_hostile(rng: Random, message: Any) -> str:
-    """Gives one field of a message, in depth, a value that may be anything; the field's name."""
+    """Change one random field of a message, at any depth, to a value that may be invalid; return the field's name."""
     fields = list(message.DESCRIPTOR.fields)
     one = rng.choice(fields)
     if one.message_type is not None:
@@ -141,7 +141,7 @@ def _hostile_value(rng: Random, one: Any) -> Any:
 
 
 def hostile_features(rng: Random, step: pb.DraftStep) -> None:
-    """Replaces elements by NaN, infinities and numbers at the edge of the type."""
+    """Replace elements by NaN, infinities and extreme values."""
     values = np.frombuffer(step.features.data, np.float32).copy()
     bad = np.array([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e-45, 1e20], np.float32)
     if len(values):
@@ -153,7 +153,7 @@ def hostile_features(rng: Random, step: pb.DraftStep) -> None:
 
 
 def hostile_step(rng: Random, writer: Writer) -> tuple[pb.DraftStep, str]:
-    """A step of a stream in which something is wrong, and what."""
+    """Return a step with one field that may be invalid, and the field's name."""
     step = writer.step(new=rng.choice((0, 1, 2)), most=rng.choice((2, 6, 20)))
     kind = rng.randrange(10)
     if kind == 0:
@@ -209,13 +209,13 @@ def hostile_step(rng: Random, writer: Writer) -> tuple[pb.DraftStep, str]:
 
 
 def _foreign(rng: Random, writer: Writer) -> tuple[int, int]:
-    """(id, number of rows) of a sequence of another stream; takes as much from `rng` however many there are."""
+    """Return (id, number of rows) of a sequence of another stream; always draw one number from `rng`."""
     spot = rng.random()
     return writer.others[int(spot * len(writer.others))] if writer.others else (1000, 0)
 
 
 def seeds() -> list[bytes]:
-    """Messages in order of a stream, from which mutations are made."""
+    """Return valid messages of a stream as seeds of mutations."""
     writer = Writer(Random(1))
     requests = [pb.DraftRequest(hello=hello(config)) for config in CONFIGS]
     requests += [pb.DraftRequest(step=writer.step(most=3)) for _ in range(2)]

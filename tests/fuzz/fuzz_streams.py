@@ -1,4 +1,4 @@
-"""A verifier's stream as its peer must see it: what may be answered to it, and verifiers whose answers are known."""
+"""The permitted answers to a verifier's stream, and verifiers with known answers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ OK, UNKNOWN = pb.SEQUENCE_STATUS_OK, pb.SEQUENCE_STATUS_UNKNOWN
 
 
 class FindingError(AssertionError):
-    """Something that must not happen."""
+    """A bug that the fuzzing found."""
 
 
 class Ledger:
-    """What a stream has itself sent of its sequences, which alone decides what it may be answered.
+    """The open sequences of one stream. They alone determine the permitted answers to the stream.
 
     Attributes
     ----------
     rows
-        Number of accepted rows of each sequence that is open, by id.
+        Number of accepted rows of each open sequence, by id.
     """
 
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
 
     def judge(self, step: pb.DraftStep, drafts: pb.Drafts) -> None:
-        """Enters a step that was taken.
+        """Check the answer to a step, and record the step.
 
         Raises
         ------
         FindingError
-            When its answer says more of a sequence than follows from this stream: sequences of other streams, whatever
-            their numbers, are UNKNOWN.
+            If the answer does not follow from this stream alone. Sequences of other streams must be UNKNOWN.
         """
         ids = list(drafts.sequence_ids)
         foreign = set(ids) - {*step.sequence_ids, *step.opened.ids}
@@ -60,7 +59,7 @@ class Ledger:
             expected = (OK, first + count + 1, tokens[end - 1]) if follows else (UNKNOWN, 0, 0)
             is_right = answer[:3] == expected and answer[3] <= (wanted if follows else 0)
             is_silent = sequence_id not in answers
-            # A stream's own sequence may have had no room, or have made room for another's.
+            # The stream's own sequence may have got no room, or may have been evicted for another stream's.
             may_fail = (follows or sequence_id in step.opened.ids) and answer[0] != OK and not any(answer[1:])
             if not (is_right or may_fail) or (is_silent and wanted):
                 got = "nothing" if is_silent else answer
@@ -73,12 +72,12 @@ class Ledger:
 
 
 class Owner:
-    """A verifier whose steps are always the same, so that its drafts must be.
+    """A verifier whose steps never change, so its drafts must not change either.
 
     Attributes
     ----------
     rows
-        Number of accepted rows of each sequence that it has open now, by id.
+        Number of accepted rows of each open sequence, by id.
     """
 
     def __init__(self, channel: grpc.aio.Channel, which: int, timeout_s: float) -> None:
@@ -89,17 +88,17 @@ class Owner:
 
     @property
     def rows(self) -> dict[int, int]:
-        """See the class."""
+        """Return the rows; see the class."""
         return self._ledger.rows
 
     async def open(self) -> None:
-        """Shakes hands."""
+        """Send the hello; it must be accepted."""
         await self._call.write(pb.DraftRequest(hello=hello(DENSE)))
         if not isinstance(await self._call.read(), pb.DraftResponse):
             raise FindingError(f"owner {self._which} was refused: {await self._call.details()}")
 
     async def step(self) -> pb.Drafts:
-        """The answer to its next step."""
+        """Send the next step and return its answer."""
         step = self._writer.step()
         await self._call.write(pb.DraftRequest(step=step))
         response = await self._call.read()
@@ -109,17 +108,18 @@ class Owner:
         return response.drafts
 
     async def close(self) -> None:
-        """Ends the stream, and with it its sequences."""
+        """End the stream, which closes its sequences."""
         self.rows.clear()
         await self._call.done_writing()
         await self._call.code()
 
     def compare(self, answers: Sequence[pb.Drafts], known: Sequence[pb.Drafts]) -> None:
-        """
+        """Check that the answers are the `known` ones.
+
         Raises
         ------
         FindingError
-            When the answers are not those that it got when it was alone.
+            If they differ.
         """
         names = ("sequence_ids", "statuses", "committed_lengths", "last_tokens", "num_drafts")
         for answer, expected in zip(answers, known, strict=True):
@@ -130,12 +130,12 @@ class Owner:
 
 
 def logits_of(drafts: pb.Drafts) -> np.ndarray:
-    """The draft logits, one after the other."""
+    """Return the draft logits as a flat array."""
     return np.frombuffer(drafts.logits.data, np.float32)
 
 
 def alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether logits are equal but for what other sequences in the batch make of their rounding."""
+    """Return whether logits are equal within rounding, which depends on the other sequences in the batch."""
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""A verifier that names sequences which another one has open at that moment, or opens such of the same numbers."""
+"""A hostile verifier that uses the ids of another verifier's open sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWIN = 2**40
 
 
 class Thief:
-    """The hostile stream, which knows all ids, rows and numbers of steps of an owner."""
+    """A hostile stream that knows the sequence ids and rows of another stream, the owner."""
 
     def __init__(self, channel: grpc.aio.Channel, rng: Random, owner: Owner, timeout_s: float) -> None:
         self._rng = rng
@@ -33,18 +33,18 @@ class Thief:
         self.outcomes: Counter[str] = Counter()
 
     async def open(self) -> None:
-        """Begins the stream and shakes hands. A stream without a hello would hold up others of its connection."""
+        """Begin the stream and exchange hellos. Without a hello it would delay other streams of its connection."""
         self._call = self._begin()
         await self._call.write(pb.DraftRequest(hello=hello(DENSE)))
         await self._call.read()
 
     def cancel(self) -> None:
-        """Goes."""
+        """Cancel the stream."""
         if self._call is not None:
             self._call.cancel()
 
     async def name(self) -> None:
-        """Sends the owner's next rows, and asks for drafts after them."""
+        """Send rows of the owner's sequences and request drafts. Every status must be UNKNOWN."""
         step = self._step(self._chosen())
         drafts = await self._say(step)
         own = [status for status in drafts.statuses if status != UNKNOWN]
@@ -53,14 +53,14 @@ class Thief:
         self.outcomes["UNKNOWN"] += 1
 
     async def close(self) -> None:
-        """Closes the owner's sequences."""
+        """Send a step that closes the owner's sequences."""
         step = self._step({})
         step.closed_ids.extend(self._chosen())
         await self._say(step)
         self.outcomes["accepted"] += 1
 
     async def namesake(self, later: Sequence[int] = ()) -> None:
-        """Opens a sequence of the number of one that the owner has, or will have, and a twin of another number."""
+        """Open two equal sequences, one with an id that the owner uses now or later. Their logits must be alike."""
         number = self._rng.choice([*self._owner.rows, *later])
         first = self._rng.choice((0, self._owner.rows.get(number, 0)))
         pair = {number: first, number + TWIN: first}
@@ -89,7 +89,7 @@ class Thief:
         return {number: rows[number] for number in self._rng.sample(list(rows), self._rng.randint(1, len(rows)))}
 
     def _step(self, rows: dict[int, int], *, is_twin: bool = False) -> pb.DraftStep:
-        """Any rows after the given numbers of them; the same ones for all sequences if they are twins."""
+        """Return a step with random rows from row `rows[id]` on; with `is_twin` all sequences get the same rows."""
         self._step_id += 1
         count = self._rng.randrange(1, K + 2)
         step = pb.DraftStep(
@@ -121,12 +121,12 @@ class Thief:
 async def steal(
     channel: grpc.aio.Channel, rng: Random, which: int, known: Sequence[pb.Drafts], timeout_s: float
 ) -> Counter[str]:
-    """Plays an owner with a thief between its steps; how the thief's messages ended.
+    """Run an owner, with attacks of a thief between two of its steps; return the outcomes of the attacks.
 
     Raises
     ------
     FindingError
-        When the thief gets anything of the owner's, or the owner other drafts than the `known` ones.
+        If the thief gets data of the owner's sequences, or the owner's answers differ from `known`.
     """
     owner = Owner(channel, which, timeout_s)
     thief = Thief(channel, rng, owner, timeout_s)

@@ -1,4 +1,4 @@
-"""Tokenizers that do not fit their target: with added and missing tokens, and with parts that raise."""
+"""Tokenizers that do not fit their target: with added and missing tokens, and with components that raise errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ("", " ", "w1", "w2 w3 w4", "x", "never seen", "<extra0>", "w1 <extra1> 
 
 
 def odd_tokenizer(rng: Random) -> Tokenizer:
-    """A tokenizer whose ids may end before the target's, with them or after them."""
+    """Return a tokenizer whose last id may be below, equal to or above the target's last id."""
     count, first = rng.choice((1, 5, VOCAB, VOCAB + 3)), rng.choice((0, 0, 0, 3))
     words = [rng.choice((f"w{i}", f"w{i}", "x" * (i + 1), f"▁{i}", f"<0x{i:02X}>")) for i in range(count)]
     ids = {word: first + i for i, word in enumerate(words)}
@@ -59,7 +59,7 @@ def _model(rng: Random, ids: dict[str, int], unknown: str | None) -> Any:
 
 
 def odd_request(rng: Random) -> pb.GenerateRequest:
-    """A text, a chat or token ids, with bias towards a token, or ends of it."""
+    """Return a request with a text, a chat or token ids, possibly with a logit bias and stop conditions."""
     params = config_pb2.SamplingParams(temperature=0, max_tokens=rng.choice((1, 6)))
     if rng.random() < 0.5:
         params.logit_bias[rng.choice((0, 3, VOCAB - 1, VOCAB))] = 100.0
@@ -74,7 +74,7 @@ def odd_request(rng: Random) -> pb.GenerateRequest:
 
 
 def is_proper(answer: Answer) -> bool:
-    """Whether an answer is an output, a refusal that names what is wrong, or tells that the output has no text."""
+    """Return whether an answer is an output, a refusal that names a field, or an error that the output has no text."""
     if answer.code == grpc.StatusCode.INVALID_ARGUMENT:
         return " = " in answer.details and ": " in answer.details
     if answer.code == grpc.StatusCode.INTERNAL:

@@ -1,4 +1,4 @@
-"""Both services as processes, what is in order about them, and how that is found out."""
+"""Both services as processes, and checks that hostile input has not harmed them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from draftwire.v1 import generate_pb2_grpc as pb_grpc
 from draftwire_bench.processes import ServiceProcess, start_drafter
 from models import SENTENCES, ModelShelf, make_tokenizer
 
-# How long anything may take on a machine that does much else. Nothing is judged by time but that it ends.
+# Timeout of each operation, long enough for other load on the CPU. No other time is judged.
 PATIENCE_S = 60.0
 START_S = 600.0
 NUM_FAKES = 4
 TOP_N = 8
 OWNERS = (1, 2)
 OWNER_PAUSE_S = 0.03
-# Growth that is none: caches of the allocator, and connections that are being closed.
+# Permitted growth: allocator caches, and connections that are being closed. Memory is in bytes.
 MAX_GROWTH = {"memory": 96 << 20, "files": 40, "threads": 24}
-# A run of so many samples, one each 400 cases, is judged by the rise of a line through the second half of them, too: by
-# then caches are full, and the 20 MiB by which a verifier goes up and down weigh little.
+# Minimum number of samples, one per 400 cases, for the second test of memory: the rise of a line through the second
+# half of the samples. By then caches are full, and a verifier's variation of 20 MiB has little effect on the line.
 LEAST_SAMPLES = 100
 MAX_RISE = 24 << 20
 IMPATIENT = Path(__file__).with_name("impatient.py")
 
 
-# What grpc logs by itself where an answer to its client cannot be decoded, a header is not UTF-8, or a peer has hung up
-# before it was told its error; it goes on.
+# Harmless errors that grpc logs: an answer to its client cannot be decoded, a header is not UTF-8, or a peer hung up
+# before it got its error.
 GRPC_TELLS = (
     b"ERROR grpc._common: Exception deserializing message!",
     b"ERROR grpc._cython.cygrpc: Invalid encoding on ",
@@ -54,22 +54,22 @@ LOG_RECORD = re.compile(rb"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds."""
+    """Memory, files and threads of a process."""
 
-    memory: int  # resident bytes of its own: what is shared comes and goes with the peers
+    memory: int  # private resident bytes; shared memory depends on the peers
     files: int
     threads: int
 
     @classmethod
     def of(cls, pid: int) -> Resources:
-        """Of a process now."""
+        """Return the present resources of a process."""
         status = Path(f"/proc/{pid}/status").read_text()
         values = dict(line.split(":", 1) for line in status.splitlines())
         files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         return cls(int(values["RssAnon"].split()[0]) * 1024, files, int(values["Threads"]))
 
     def excess(self, base: Resources) -> str:
-        """What has grown since `base`; empty if nothing has."""
+        """Return what has grown by more than MAX_GROWTH since `base`, as text; empty if nothing has."""
         grown = [
             f"{name} from {getattr(base, name)} to {getattr(self, name)}"
             for name, most in MAX_GROWTH.items()
@@ -79,7 +79,7 @@ class Resources:
 
 
 def rise(memory: Sequence[int]) -> int:
-    """By how much a line through the second half of the samples rises."""
+    """Return the rise of a line through the second half of the samples."""
     late = memory[len(memory) // 2 :]
     slope = np.polyfit(range(len(late)), late, 1)[0]
     return int(slope * (len(late) - 1))
@@ -95,8 +95,8 @@ class World:
     wrong_answers: deque[Plan]
     to_drafter: grpc.aio.Channel
     to_verifier: grpc.aio.Channel
-    metrics: dict[str, str]  # addresses, by name
-    known: dict[int, list[draft_pb2.Drafts]] = field(default_factory=dict)  # what each owner got alone
+    metrics: dict[str, str]  # addresses of the metrics ports, by service
+    known: dict[int, list[draft_pb2.Drafts]] = field(default_factory=dict)  # answers to each owner in its first run
     owners: dict[int, Owner] = field(default_factory=dict)
     base: dict[str, Resources] = field(default_factory=dict)
     log_read: dict[str, int] = field(default_factory=dict)
@@ -104,21 +104,21 @@ class World:
 
     @property
     def processes(self) -> dict[str, ServiceProcess]:
-        """By name."""
+        """Return the services by name."""
         return {"drafter": self.drafter, "verifier": self.verifier}
 
     @property
     def is_alive(self) -> bool:
-        """Whether both run."""
+        """Return whether both services run."""
         return all(process.running for process in self.processes.values())
 
     async def check(self) -> None:
-        """Both live, say so, answer good peers as before the fuzzing, and hold no more than then.
+        """Check that both services run, report SERVING, log no unexpected errors and answer valid peers as before.
 
         Raises
         ------
         FindingError
-            When that is not so.
+            If a check fails.
         """
         for name, process in self.processes.items():
             if not process.running:
@@ -142,7 +142,7 @@ class World:
                 raise FindingError(f"the metrics of the {name} are {page!r}")
 
     async def check_resources(self) -> None:
-        """Waits until both hold no more than at the beginning; see `check`."""
+        """Wait until both services hold no more resources than at the first call; raise FindingError at the timeout."""
         for name, process in self.processes.items():
             base = self.base.setdefault(name, Resources.of(process.pid))
             deadline = time.monotonic() + PATIENCE_S
@@ -153,14 +153,14 @@ class World:
             self.memory.setdefault(name, []).append(Resources.of(process.pid).memory)
 
     def check_memory(self) -> None:
-        """Neither needs more and more; see `check`."""
+        """Check that neither service's memory rises steadily; raise FindingError if it does."""
         for name, samples in self.memory.items():
             if len(samples) >= LEAST_SAMPLES and rise(samples) > MAX_RISE:
                 sizes = ", ".join(str(sample >> 20) for sample in samples)
                 raise FindingError(f"the memory of the {name} rises, MiB: {sizes}")
 
     async def recite(self, which: int, length: int = 24) -> None:
-        """A client whose answer is known: how a sentence that the target has by heart goes on, and nobody else's."""
+        """Check the output of a client with a known answer: the rest of a sentence that the target has memorized."""
         ids = make_tokenizer().encode(SENTENCES[which]).ids[: 6 + length]
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=ids[:6]),
@@ -174,7 +174,7 @@ class World:
             raise FindingError(f"sentence {which} came as {make_tokenizer().decode(got)!r}")
 
     async def check_owner(self, which: int, pause_s: float = 0.0) -> None:
-        """A verifier whose drafts are known: those of its own sequences, as without anybody else on the drafter."""
+        """Run an owner, a verifier whose steps never change. Its answers must be those of its first run."""
         owner = self.owners[which] = Owner(self.to_drafter, which, PATIENCE_S)
         try:
             await owner.open()
@@ -188,12 +188,12 @@ class World:
 
     @property
     def open_rows(self) -> list[tuple[int, int]]:
-        """(id, number of rows) of every sequence that an owner has open now."""
+        """Return (id, number of rows) of every open sequence of the owners."""
         return [row for owner in self.owners.values() for row in owner.rows.items()]
 
     @asynccontextmanager
     async def owners_about(self) -> AsyncIterator[None]:
-        """Within it owners have sequences open all the time; at its end each has got right drafts at least once."""
+        """Run all owners repeatedly during the context. Each must have finished at least one run when it ends."""
         turns = dict.fromkeys(OWNERS, 0)
 
         async def repeat(which: int) -> None:
@@ -213,7 +213,7 @@ class World:
 
 
 def unexpected_record(log: bytes) -> str:
-    """The beginning of the first record with a traceback that is not gRPC's own; empty if there is none."""
+    """Return the beginning of the first log record with a traceback, except of gRPC's; empty if there is none."""
     for record in LOG_RECORD.split(log):
         if b"Traceback" in record and not any(text in record for text in GRPC_TELLS):
             return record[:4000].decode(errors="replace")
@@ -221,14 +221,14 @@ def unexpected_record(log: bytes) -> str:
 
 
 def read_page(url: str) -> str:
-    """The text at a URL."""
+    """Return the text at a URL."""
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         return response.read().decode()
 
 
 @asynccontextmanager
 async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterator[World]:
-    """Both services; the verifier takes draft logits, `top_n` of each draft or all (0)."""
+    """Start both services and fake drafters. The verifier takes draft logits, `top_n` of each draft or all (0)."""
     target, head = shelf.target("llama"), shelf.head("llama", "good")
     wrong_answers: deque[Plan] = deque()
     fakes = [FakeDrafter(top_n, wrong_answers, is_direct=number % 2 == 1) for number in range(NUM_FAKES)]

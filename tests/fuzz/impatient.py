@@ -1,4 +1,4 @@
-"""`draftwire` that tries a drafter which it has expelled again at once, so that one run sees many wrong answers."""
+"""`draftwire` that soon reconnects to expelled and refused drafters, so that one run has many wrong answers."""
 
 from draftwire.server.parent_watch import watch_parent
 from draftwire_cli.main import main

@@ -1,6 +1,6 @@
-"""Hostile input of every kind against both services as real processes; `make test-fuzz` plays many more cases.
+"""Hostile input of every kind against both services as processes; `make test-fuzz` plays many more cases.
 
-FUZZ_CASES is the number of cases, FUZZ_SEED what they are made from; FUZZ_ONLY=N plays the case number N alone.
+FUZZ_CASES is the number of cases, FUZZ_SEED their random seed; FUZZ_ONLY=N plays only case number N.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ pytestmark = [pytest.mark.xdist_group("fuzz"), pytest.mark.timeout(7200)]
 
 
 def tell(text: str) -> None:
-    """Shows it at once, from a process of pytest-xdist too."""
+    """Print `text` at once, also in a process of pytest-xdist."""
     print(text, file=sys.stderr, flush=True)
 
 
 class Campaign:
-    """Plays cases in batches and looks after each whether all is well."""
+    """Cases in batches, with a check of both services after each batch."""
 
     def __init__(self, world: World, seed: int, cases: int, variant: int) -> None:
-        """`variant` makes other cases of the same seed."""
+        """`variant` selects different cases with the same seed."""
         self._world = world
         self._seed = seed
         self._variant = variant
@@ -63,11 +63,11 @@ class Campaign:
 
     @property
     def total(self) -> int:
-        """Cases judged."""
+        """Return the number of judged cases."""
         return sum(sum(outcomes.values()) for outcomes in self.counts.values())
 
     async def run(self) -> None:
-        """Plays until there have been enough cases."""
+        """Play batches until there are enough cases."""
         await self._world.check()
         first = 0
         while self.total < self._cases:
@@ -76,7 +76,7 @@ class Campaign:
             tell(f"{self.total} cases, {first} numbers, {len(self._findings)} findings")
 
     async def play_one(self, index: int) -> None:
-        """Plays a single case again."""
+        """Play a single case again."""
         await self._world.check()
         await self._play(range(index, index + 1))
 
@@ -95,12 +95,12 @@ class Campaign:
                 self.check()
 
     def check(self) -> None:
-        """Raises when something was found."""
+        """Raise FindingError if there are findings."""
         if self._findings:
             raise FindingError("\n".join([f"FUZZ_SEED={self._seed}", *self._findings]))
 
     async def _judge(self, index: int, turns: asyncio.Semaphore) -> str:
-        """Plays a case; what is wrong, if something is."""
+        """Play a case; return the finding as text, empty if there is none."""
         rng = Random(f"{self._seed + self._variant}/{index}")
         shares = [share for share, _ in KINDS.values()]
         kind = rng.choices(list(KINDS), shares)[0]
@@ -114,7 +114,7 @@ class Campaign:
         return ""
 
     def report(self, before: dict[str, Resources], seconds: float) -> str:
-        """What was played and how it ended."""
+        """Return the outcomes of the cases and the services' resources, as text."""
         lines = [f"{self.total} cases in {seconds:.0f} s, seed {self._seed}"]
         for kind, outcomes in self.counts.items():
             parts = ", ".join(f"{name} {count}" for name, count in outcomes.most_common())
@@ -161,10 +161,10 @@ def test_hostile_input_harms_nobody(top_n: int, shelf: ModelShelf, tmp_path: Pat
 
 
 class CarelessSlots(dict[int, int]):
-    """Slots of a session by id, of a drafter that confuses sessions in one way."""
+    """A session's slots by sequence id, in a drafter that confuses sessions as `fault` selects."""
 
     fault = ""
-    sessions: list[dict[int, int]] = []  # noqa: RUF012  # shared by all on purpose
+    sessions: list[dict[int, int]] = []  # noqa: RUF012  # shared by all instances on purpose
 
     def __init__(self) -> None:
         super().__init__()

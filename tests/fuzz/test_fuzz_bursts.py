@@ -1,6 +1,6 @@
-"""Half-sent messages and bursts past every queue against both services; `make test-fuzz` plays many more of them.
+"""Half-sent messages and bursts that exceed every queue of both services; `make test-fuzz` plays many more cases.
 
-FUZZ_CASES, FUZZ_SEED and FUZZ_ONLY are those of test_fuzz.py; one of these cases counts as 250.
+test_fuzz.py explains FUZZ_CASES, FUZZ_SEED and FUZZ_ONLY; one of these cases counts as 250.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 
 async def play(scene: Scene) -> Counter[str]:
-    """Plays the kinds in turn; how the cases ended."""
+    """Play the kinds of cases in turn; return the number of cases by outcome."""
     kinds, ends = list(BURSTS), Counter[str]()
     await scene.check()
     for index in range(COUNT) if ONLY is None else [int(ONLY)]:

@@ -1,6 +1,6 @@
-"""Checkpoints whose tokenizer or special tokens are not what they should be; `make test-fuzz` plays many more of them.
+"""Checkpoints with odd tokenizers or special tokens; `make test-fuzz` plays many more of them.
 
-FUZZ_CASES, FUZZ_SEED and FUZZ_ONLY are those of test_fuzz.py; a checkpoint counts as a hundred cases.
+test_fuzz.py explains FUZZ_CASES, FUZZ_SEED and FUZZ_ONLY; one checkpoint counts as 100 cases.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ pytestmark = pytest.mark.timeout(7200)
 
 
 def cases() -> Iterator[tuple[int, Random]]:
-    """The number of each case and what it is drawn from."""
+    """Yield the number and the random generator of each case."""
     for index in range(COUNT) if ONLY is None else [int(ONLY)]:
         yield index, Random(f"{SEED}/{index}")
 
 
 def play(index: int, case: Callable[[], None]) -> None:
-    """Plays a case; a failure names it."""
+    """Play a case; a failure has its seed and number."""
     try:
         case()
     except Exception as error:
@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def special_tokens(rng: Random) -> dict[str, Any]:
-    """Ids of some special tokens: 0, null, lists, ids out of range, and what is no id at all."""
+    """Return random values of some special tokens: valid ids, null, lists, ids out of range, and other types."""
     values: dict[str, Any] = {}
     for key in KEYS:
         kind = rng.randrange(6)
@@ -82,7 +82,7 @@ def special_tokens(rng: Random) -> dict[str, Any]:
 
 
 def write(directory: Path, original: dict[str, Any], rng: Random) -> None:
-    """Writes both configurations anew; the second may be damaged, or not there."""
+    """Write both configuration files; the second may be damaged or missing."""
     (directory / "config.json").write_text(json.dumps({**original, **special_tokens(rng)}), encoding="utf-8")
     path = directory / "generation_config.json"
     path.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def load(directory: Path, *, dummy: bool) -> Target:
 
 
 def judge_target(directory: Path) -> None:
-    """A checkpoint is refused with its reason, or its end tokens are those of transformers' generate."""
+    """Check that a checkpoint is refused with a reason, or has the same end tokens as in transformers' generate."""
     for attempt in (lambda: check_split(directory, "fuzz", Rank(0, 2)), lambda: load(directory, dummy=True)):
         try:
             attempt()
@@ -121,7 +121,7 @@ def test_special_tokens_of_any_kind_are_served_or_refused(checkpoint: Path) -> N
 
 
 def judge_codec(codec: TextCodec, rng: Random, alone: list[Answer]) -> None:
-    """Requests that a tokenizer cannot serve fail, each by itself."""
+    """Check that requests which the tokenizer cannot serve fail, without effect on other requests."""
 
     async def run() -> tuple[list[Answer], list[Answer]]:
         async with served(codec) as stub:

@@ -1,4 +1,4 @@
-"""smg in front of two verifiers with two drafters, all processes of this machine, with the demo pair on the CPU."""
+"""The gateway smg in front of two verifiers with a drafter each: local processes with the demo pair on the CPU."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Fleet:
         return [client.info() for client in self.clients]
 
     def running(self) -> list[int]:
-        """Requests that each verifier computes."""
+        """Return the number of running requests of each verifier."""
         return [info.requests_running for info in self.infos()]
 
 
 @contextlib.contextmanager
 def start_fleet(*gateway_arguments: str) -> Iterator[Fleet]:
-    """Two drafters, two verifiers that share them, and the gateway."""
+    """Start two drafters, a verifier for each of them, and the gateway."""
     with contextlib.ExitStack() as stack:
         head, target = MODELS / "demo" / "eagle3", MODELS / "demo" / "target"
         drafters = [stack.enter_context(start_drafter(head, target, *CPU, timeout_s=START_TIMEOUT_S)) for _ in range(2)]
@@ -61,13 +61,13 @@ def start_fleet(*gateway_arguments: str) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """One for all tests that end none of its processes."""
+    """A fleet for all tests that end none of its processes."""
     with start_fleet() as started:
         yield started
 
 
 @pytest.fixture
 def own_fleet() -> Iterator[Fleet]:
-    """One for a test that ends processes."""
+    """A fleet for a test that ends processes."""
     with start_fleet() as started:
         yield started

@@ -1,4 +1,4 @@
-"""The official clients through the gateway: what they ask is what the verifier computes."""
+"""The official OpenAI and Anthropic clients through the gateway: their options reach the verifier."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_server_sent_events_as_curl_reads_them(fleet: Fleet):
 def test_anthropics_client_is_served_too(fleet: Fleet):
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=fleet.gateway.url, api_key="none", max_retries=0) as made:
-        message = made.messages.create(model="demo", max_tokens=8, messages=CHAT)  # its client has no temperature
+        message = made.messages.create(model="demo", max_tokens=8, messages=CHAT)  # sampled: no temperature is set
         assert 1 <= message.usage.output_tokens <= 8
         assert message.stop_reason in ("max_tokens", "end_turn")
         with made.messages.stream(model="demo", max_tokens=8, messages=CHAT) as stream:

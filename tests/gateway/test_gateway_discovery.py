@@ -1,4 +1,4 @@
-"""The chart's gateway in a cluster of one pod: smg starts with the rendered arguments and finds the verifier."""
+"""The chart's gateway with a fake Kubernetes API: smg starts with the rendered arguments and finds the verifier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 120.0
 
 
 class Cluster:
-    """Serves the pods of one namespace as the Kubernetes API does, and notes the verb and path of every request."""
+    """A fake Kubernetes API that serves the pods of one namespace and records the verb and path of every request."""
 
     def __init__(self) -> None:
         self.pods: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ class Cluster:
 
 
 def running_pod(name: str, template: dict[str, Any], host: str) -> dict[str, Any]:
-    """A pod of a rendered deployment that is ready."""
+    """Return a ready pod of a rendered deployment."""
     metadata = {**template["metadata"], "name": name, "namespace": "prod", "uid": name, "resourceVersion": "2"}
     status = {"phase": "Running", "podIP": host, "conditions": [{"type": "Ready", "status": "True"}]}
     return {"kind": "Pod", "apiVersion": "v1", "metadata": metadata, "spec": template["spec"], "status": status}
@@ -90,7 +90,7 @@ def running_pod(name: str, template: dict[str, Any], host: str) -> dict[str, Any
 
 @contextmanager
 def started_gateway(arguments: list[str], cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """smg with the arguments of the chart, on addresses of this host; its log."""
+    """Run smg with the chart's arguments, on addresses of this host; yield the path of its log."""
     context = {"name": "one", "context": {"cluster": "one", "user": "one"}}
     config = {
         "apiVersion": "v1",

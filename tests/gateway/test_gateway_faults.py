@@ -1,4 +1,4 @@
-"""A verifier that dies or drains under load: what the gateway makes of it, and that others do not notice."""
+"""A verifier dies or drains under load: no request through the gateway fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_REQUESTS = 24
 
 
 async def complete(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> int | openai.OpenAIError:
-    """The tokens of a completion, or its error."""
+    """Return the number of tokens of a completion, or its error."""
     prompt = f"class Number{number}:\n"
     try:
         answer = await client.completions.create(model="demo", prompt=prompt, max_tokens=max_tokens, temperature=0)
@@ -27,7 +27,7 @@ async def complete(client: openai.AsyncOpenAI, number: int, max_tokens: int) -> 
 
 
 async def under_load(fleet: Fleet, number: int) -> list[int | openai.OpenAIError]:
-    """Send a verifier the signal `number` while both compute; how the requests ended."""
+    """Send the signal `number` to one verifier while both compute; return how the requests ended."""
     async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", timeout=300, max_retries=0) as client:
         running = [asyncio.ensure_future(complete(client, n, 400)) for n in range(NUM_REQUESTS)]
         deadline = time.monotonic() + WAIT_S
@@ -37,7 +37,7 @@ async def under_load(fleet: Fleet, number: int) -> list[int | openai.OpenAIError
         fleet.verifiers[0].send_signal(number)
         ended = await asyncio.gather(*running)
         later = await asyncio.gather(*(complete(client, 100 + n, 8) for n in range(8)))
-    assert later == 8 * [8]  # none is sent to the one that has gone
+    assert later == 8 * [8]  # the gateway sends no request to the ended verifier
     return ended
 
 

@@ -1,4 +1,4 @@
-"""Many streams, clients that go, and prefixes that are found again, through the gateway."""
+"""Many streams, cancelled streams and cached prefixes through the gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_S = 60.0
 
 
 async def stream(client: openai.AsyncOpenAI, prompt: str, max_tokens: int) -> int:
-    """Read a stream to its end; the tokens that it was said to have."""
+    """Read a stream to its end; return the number of output tokens in its usage."""
     asked = {"model": "demo", "temperature": 0, "stream_options": {"include_usage": True}}
     usage = None
     async for chunk in await client.completions.create(prompt=prompt, max_tokens=max_tokens, stream=True, **asked):
@@ -50,7 +50,7 @@ def test_streams_that_are_cancelled_free_their_places(fleet: Fleet):
     async def run() -> None:
         async with openai.AsyncOpenAI(base_url=fleet.url, api_key="none", timeout=600, max_retries=0) as client:
             opened = await asyncio.gather(*(begin(client, number) for number in range(16)))
-            assert sum(fleet.running()) > 8  # the others have drawn their end
+            assert sum(fleet.running()) > 8  # the other streams have sampled an end token
             for one in opened:
                 await one.close()
 
@@ -60,11 +60,11 @@ def test_streams_that_are_cancelled_free_their_places(fleet: Fleet):
         assert time.monotonic() < deadline
     steps = [info.counters.steps for info in fleet.infos()]
     time.sleep(1)
-    assert [info.counters.steps for info in fleet.infos()] == steps  # nothing is computed for those who have gone
+    assert [info.counters.steps for info in fleet.infos()] == steps  # no steps for the cancelled streams
 
 
 def test_a_conversation_finds_its_prefix_again(fleet: Fleet):
-    """Each turn has all turns before it: its verifier has them in its cache."""
+    """Each prompt begins with all earlier turns, which the chosen verifier has in its prefix cache."""
     turns, conversations = 5, 8
     with openai.OpenAI(base_url=fleet.url, api_key="none", max_retries=0) as client:
         texts = {number: f"# Conversation {number}\n" + f"value_{number} = {number}\n" * 12 for number in range(8)}
