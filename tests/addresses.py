@@ -1,4 +1,4 @@
-"""Addresses for services that must be found again at the same place after a restart."""
+"""Addresses for services that keep their address after a restart."""
 
 import random
 import socket
@@ -8,10 +8,10 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_address() -> str:
-    """An address of this machine that nobody listens on.
+    """Return an address of this machine that nobody listens on.
 
-    Its port lies below those that the kernel gives to outgoing connections, any of which could take it before the
-    service does, and is drawn at random, so that tests that run side by side do not meet.
+    The port is below the kernel's ephemeral range, of which an outgoing connection could take any port first. The port
+    is random, so that concurrent tests do not collide.
     """
     end = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 32768
     ports = random.SystemRandom()

@@ -18,7 +18,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(self.file))
 
     def issue(self, *names: str) -> tuple[Path, Path]:
-        """(certificate file, key file) for hosts, addresses or both."""
+        """Return (certificate file, key file) for host names, addresses or both."""
         issued = self._ca.issue_cert(*names)
         certificate, key = self._directory / f"{names[0]}.pem", self._directory / f"{names[0]}.key"
         certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))

@@ -1,4 +1,4 @@
-"""A small target of random weights with a byte-level tokenizer and a ChatML template, for tests of the training."""
+"""A small target with random weights, a byte-level tokenizer and a ChatML template, for the training tests."""
 
 from pathlib import Path
 from typing import Any

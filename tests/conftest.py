@@ -1,4 +1,4 @@
-"""Settings that every test runs under."""
+"""Settings and selection of all tests."""
 
 import os
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Before torch or tokenizers are imported: two test processes share the machine's cores, and nothing is downloaded.
+# Set before torch or tokenizers are imported: test processes share the CPU cores, and nothing is downloaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 def _has_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return False  # told without torch, which the process that only hands tests out has no other need for
+        return False  # decided without torch, which the xdist controller does not need otherwise
     import torch
 
     return torch.cuda.is_available()
 
 
-# Triton reads it when it is first imported, which transformers and the conftest.py of folders do too.
+# Triton reads the variable at its first import; transformers and the folders' conftest.py import it too.
 if not _has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What `make test` leaves to `make test-full`: whole services, statistics over many samples, kernels in Triton's
-# interpreter, simulated worlds, whatever takes more than some ten seconds.
+# `make test` leaves these to `make test-full`: whole services, statistics over many samples, kernels in Triton's
+# interpreter, simulated workloads, and tests of more than about ten seconds.
 FULL_FOLDERS = ("carriers", "exactness", "faults", "fuzz", "kernels", "system")
 FULL_FILES = (
     *("test_bench_acceptance", "test_bench_link", "test_bench_serve", "test_bench_timeline", "test_bench_transport"),
@@ -89,13 +89,13 @@ def _belongs_to_full(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import the files that `make test` leaves out."""
+    """Skip the import of files that `make test` leaves out."""
     is_left_out = "not full" in config.option.markexpr and _belongs_to_full(collection_path)
     return True if is_left_out and collection_path.name.startswith("test_") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-full` adds to `make test`, and skip what needs more GPUs than there are."""
+    """Mark the tests that only `make test-full` runs, and skip tests that need more GPUs than there are."""
     import torch
 
     cases: Counter[tuple[str, str]] = Counter()
@@ -125,9 +125,9 @@ def link() -> Iterator["Link"]:
 
 @pytest.fixture
 def encodings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often messages of drafting streams were encoded, by kind; asking for a size encodes too.
+    """The number of encodings of drafting messages by kind; ByteSize also encodes and counts.
 
-    Counts those of stubs and servers that are made after it.
+    Only stubs and servers that are made after this fixture are counted.
     """
     from draftwire.v1 import draft_pb2
 

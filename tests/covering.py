@@ -1,4 +1,4 @@
-"""Choices out of a product of options that have every pair of values at least once."""
+"""Pairwise selection: a few rows of a product of options that contain every pair of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def covering(*columns: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return rows of the product of `columns` that hold each pair of values of two columns at least once.
 
-    Where what a test runs depends on one value, or on two together, they find what the whole product finds.
+    These rows find every failure that depends on one value or on a pair of values.
     """
     pairs = list(combinations(range(len(columns)), 2))
     missing = {

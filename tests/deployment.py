@@ -1,4 +1,4 @@
-"""What deploy/ and docs/deploy.md say."""
+"""Files of deploy/ and commands of docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEPLOY = ROOT / "deploy"
 
 
 def read(path: str) -> Any:
-    """A YAML file of deploy/."""
+    """Return the content of a YAML file of deploy/."""
     return yaml.safe_load((DEPLOY / path).read_text())
 
 
 def script(path: str) -> ModuleType:
-    """A script of deploy/, loaded without being run."""
+    """Import a script of deploy/ as a module, without running its main part."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, DEPLOY / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,16 +29,16 @@ def script(path: str) -> ModuleType:
 
 
 def services(name: str) -> dict[str, Any]:
-    """The services of a compose file."""
+    """Return the services of a compose file."""
     return read(f"{name}.yml")["services"]
 
 
 def arguments(command: str) -> list[str]:
-    """A command of a compose file, with the defaults of its variables."""
+    """Return the arguments of a compose file's command, with the defaults of its variables."""
     return shlex.split(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", command))
 
 
 def walk_through(section: str) -> str:
-    """The first shell commands of a section of docs/deploy.md."""
+    """Return the first block of shell commands in a section of docs/deploy.md."""
     page = (ROOT / "docs" / "deploy.md").read_text()
     return re.search(rf"^## {section}$.*?^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]

@@ -1,4 +1,4 @@
-"""What a GPU did, by the driver's own record."""
+"""Copies and kernels of a GPU, from the record of torch's profiler."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from torch.profiler import profile
 
 
 def copies_to_host(run: profile) -> int:
-    """How many copies from the device to the host were made while `run` recorded the device.
+    """Return the number of device-to-host copies that `run` recorded.
 
-    None may be to pageable memory: the host would wait for it, and for all that goes before it.
+    No copy may go to pageable memory: the host would wait for the copy and for all work before it.
     """
     counts = {event.key: event.count for event in run.key_averages() if event.key.startswith("Memcpy DtoH")}
     others = {name: count for name, count in counts.items() if not name.endswith("-> Pinned)")}
@@ -18,12 +18,12 @@ def copies_to_host(run: profile) -> int:
 
 
 def streams_of_kernels(run: profile, trace: Path) -> dict[int, set[str]]:
-    """The kernels that ran meanwhile, by the number of their stream; copies and fills with zeros are none.
+    """Return the names of recorded kernels by stream number; copies and memsets do not count.
 
     Parameters
     ----------
     trace
-        A file that is written.
+        File to write the trace to.
     """
     run.export_chrome_trace(str(trace))
     streams: dict[int, set[str]] = {}

@@ -1,4 +1,4 @@
-"""A client that speaks HTTP/2 by hand, so that it can leave its calls without their message or in the middle of it."""
+"""A hand-written HTTP/2 client, which can open calls without sending their message or send only a part of it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def header_block(path: str, extra: Sequence[tuple[str, str]]) -> bytes:
 
 
 class HalfSender:
-    """One connection and its calls. Respects flow control; notes which calls the server has ended.
+    """One connection and its calls. Respects flow control; records which calls the server has ended.
 
     Attributes
     ----------
     ended, dropped
-        Numbers of the calls that the server has ended, and of those that it has ended without a status.
+        Numbers of the calls that the server has ended, and of those that it has reset without a status.
     num_sent
         Bytes of messages sent so far.
     """
@@ -86,7 +86,7 @@ class HalfSender:
         return calls
 
     async def send(self, call: int, num_bytes: int, short: int, first: bytes = b"") -> None:
-        """Send a message but for its last `short` bytes, as far as the server lets the call.
+        """Send a message without its last `short` bytes, as far as flow control allows.
 
         The message has `num_bytes` bytes: those of `first`, then zeros.
         """
@@ -107,11 +107,11 @@ class HalfSender:
             await self._writer.drain()
 
     def cancel(self, call: int) -> None:
-        """Give a call up."""
+        """Cancel a call."""
         self._writer.write(frame(RST_STREAM, 0, call, struct.pack(">I", CANCEL)))
 
     async def wait_for_ends(self, count: int, timeout_s: float) -> None:
-        """Wait until the server has ended so many calls."""
+        """Wait until the server has ended `count` calls."""
         async with asyncio.timeout(timeout_s):
             while len(self.ended) < count:
                 self._is_changed.clear()

@@ -15,7 +15,7 @@ helm = pytest.importorskip("helm_python", reason="its wheels are for Linux on x8
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "deploy" / "helm" / "draftwire"
 KUBERNETES = ("1.27", kubernetes_validate.latest_version())
-# The least that asks for no secrets, and everything at once.
+# Minimal values that need no secrets, and values that enable everything.
 PLAIN = {"tls": {"enabled": False}, "tokens": {"secret": ""}, "metrics": {"enabled": False}}
 FULL = {
     "models": {
@@ -72,7 +72,7 @@ FULL["verifier"]["grpcRoute"] = {
     "annotations": {"team": "inference"},
 }
 VALUES = {"defaults": {}, "plain": PLAIN, "full": FULL}
-# Their schemas come with Prometheus Operator and with the Gateway API.
+# API versions whose schemas come with Prometheus Operator and with the Gateway API, not with Kubernetes.
 CUSTOM = ("monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1")
 
 
@@ -84,7 +84,7 @@ def render(values: dict) -> list[dict]:
 
 
 def of_kind(manifests: list[dict], kind: str) -> dict[str, dict]:
-    """Manifests by the service that they belong to."""
+    """Return the manifests of a kind by the service that they belong to."""
     return {m["metadata"]["labels"]["app.kubernetes.io/component"]: m for m in manifests if m["kind"] == kind}
 
 
@@ -98,5 +98,5 @@ def container(pod: dict) -> dict:
 
 
 def service_options(manifests: list[dict], name: str) -> dict:
-    """What the service of a pod reads from its arguments."""
+    """Return the options of a pod's service, parsed from its arguments."""
     return images.service_options(name, container(pods(manifests)[name])["args"])

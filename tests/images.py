@@ -1,4 +1,4 @@
-"""What the images start, read from deploy/Dockerfile."""
+"""Commands, users and build arguments of the images, read from deploy/Dockerfile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COMMANDS = {"drafter": drafter, "verifier": verifier}
 
 
 def build_argument(name: str) -> str:
-    """What a build argument is by default."""
+    """Return the default of a build argument."""
     return re.search(rf'^ARG {name}="?([^"\n]*)"?$', DOCKERFILE, re.MULTILINE)[1]
 
 
 def service_options(name: str, arguments: list[str]) -> dict:
-    """What the service reads from arguments that follow the image's own; it refuses unknown ones."""
+    """Return the options of a service, parsed from the image's own arguments and these; unknown ones are refused."""
     stage = re.search(rf"^FROM service AS {name}$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
     program, command, *own = json.loads(re.search(r"^ENTRYPOINT (.*)$", stage[1], re.MULTILINE)[1])
     assert (program, command) == ("draftwire", name)
@@ -30,5 +30,5 @@ def service_options(name: str, arguments: list[str]) -> dict:
 
 
 def options(command: click.Command, arguments: list[str]) -> dict:
-    """What a command reads from its arguments."""
+    """Return the options that a command parses from its arguments."""
     return command.make_context(command.name, list(arguments)).params

@@ -1,8 +1,8 @@
 """Small targets and heads for the tests, made on disk in the published layouts, once per test session.
 
-Three targets with one byte-level tokenizer: a Llama that has learnt a few sentences by heart, and a Qwen3 and a Mistral
-(sliding window of 12 positions) with random weights. Each has three heads: `good`, trained on what the target itself
-says, `random`, almost all of whose drafts are wrong, and `other`, of the same shape and with other random weights.
+Four targets with one byte-level tokenizer: a Llama that has learnt a few sentences by heart, and a Llama, a Qwen3 and a
+Mistral (sliding window of 12 positions) with random weights. Each has three heads: `good` is trained on the target's
+own output, nearly all drafts of `random` are wrong, and `other` has the same shape and other random weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from training.layers import HeadShape
 VOCAB_SIZE = 300
 DRAFT_VOCAB_SIZE = 220
 HIDDEN_SIZE = 64
-NUM_LAYERS = 7  # the fewest of which EAGLE-3's default feature layers are three
+NUM_LAYERS = 7  # the fewest for which EAGLE-3's default feature layers are three different ones
 CONTEXT = 256
 EOS = 0
 SLIDING_WINDOW = 12
@@ -77,18 +77,18 @@ HEADS = ("good", "random", "other")
 
 
 class ModelShelf:
-    """Directories of targets and heads, each made when it is first asked for; test processes may share a root."""
+    """Directories of targets and heads, each made at its first use; test processes may share a root."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         root.mkdir(parents=True, exist_ok=True)
 
     def target(self, name: str) -> Path:
-        """The target `llama`, which knows some sentences, or `random_llama`, `qwen3` or `mistral` of random weights."""
+        """Return the directory of a target: `llama`, or with random weights `random_llama`, `qwen3` or `mistral`."""
         return self._once(name, lambda directory: _write_target(name, directory))
 
     def head(self, target: str, name: str) -> Path:
-        """The head `good`, `random` or `other` of a target."""
+        """Return the directory of the head `good`, `random` or `other` of a target."""
         target_dir = self.target(target)
         return self._once(f"{target}-{name}", lambda directory: _write_head(name, target, target_dir, directory))
 
@@ -105,18 +105,18 @@ class ModelShelf:
 
 
 def session_shelf(tmp_path_factory: pytest.TempPathFactory) -> ModelShelf:
-    """The shelf that all processes of a test session share."""
+    """Return the shelf that all processes of a test session share."""
     base = tmp_path_factory.getbasetemp()
     return ModelShelf((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "models")
 
 
 def load_reference(directory: Path) -> torch.nn.Module:
-    """transformers' own model of a target: float32, eager attention."""
+    """Return transformers' own model of a target: float32, eager attention."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def random_prompts(count: int, seed: int, shortest: int = 3, longest: int = 24) -> list[list[int]]:
-    """Prompts of different lengths, without the end token."""
+    """Return prompts of different lengths, without the end token."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
@@ -124,7 +124,7 @@ def random_prompts(count: int, seed: int, shortest: int = 3, longest: int = 24) 
 
 @cache
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer with few merges, so that most characters beyond ASCII are several tokens."""
+    """Return a byte-level BPE tokenizer with few merges: most characters beyond ASCII are several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -162,7 +162,7 @@ def _write_target(name: str, directory: Path) -> None:
 
 
 def _recite(model: torch.nn.Module, rows: list[list[int]], steps: int = 90) -> None:
-    """Teaches the model to continue each row from its beginning."""
+    """Train the model to continue each row from its beginning."""
     tokens, lengths = _padded(rows)
     is_label = torch.arange(1, tokens.shape[1]) < lengths[:, None]
     optimizer = torch.optim.Adam(model.parameters())
@@ -177,7 +177,7 @@ def _recite(model: torch.nn.Module, rows: list[list[int]], steps: int = 90) -> N
 
 
 def _padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """The rows, filled up with end tokens to one length, and their own lengths."""
+    """Return the rows, padded with end tokens to one length, and their lengths before padding."""
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [EOS] * (longest - len(row)) for row in rows])
     return tokens, torch.tensor([len(row) for row in rows])
@@ -219,7 +219,7 @@ def _write_head(name: str, target_name: str, target_dir: Path, directory: Path) 
 
 
 def prompts_of(target_name: str) -> list[list[int]]:
-    """24 prompts whose continuations the good head has seen: random tokens, and beginnings of what the Llama knows."""
+    """Return 24 prompts that the good head is trained on: random tokens and, for the Llama, beginnings of sentences."""
     prompts = random_prompts(24, seed=7)
     if target_name == "llama":
         tokenizer = make_tokenizer()
@@ -230,7 +230,7 @@ def prompts_of(target_name: str) -> list[list[int]]:
 
 @torch.no_grad()
 def _continuations(target: Any, prompts: list[list[int]], length: int = 56) -> list[list[int]]:
-    """Each prompt with what the target most likely says after it."""
+    """Return each prompt with the target's greedy continuation."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([[EOS] * (longest - len(prompt)) + prompt for prompt in prompts])
     is_given = torch.arange(longest) >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]
@@ -242,7 +242,7 @@ def _continuations(target: Any, prompts: list[list[int]], length: int = 56) -> l
 
 
 def _train_head(head: Eagle3Head, target: Any, rows: list[list[int]], steps: int = 80, depth: int = 7) -> None:
-    """Training-time test of EAGLE-3: the head is trained on its own states, `depth` drafts deep."""
+    """Train the head on its own states, `depth` drafts deep (EAGLE-3's training-time test)."""
     tokens, lengths = _padded(rows)
     with torch.no_grad():
         hidden = target(tokens, output_hidden_states=True, use_cache=False).hidden_states

@@ -1,4 +1,4 @@
-"""Tokenizers that do not fit their target, and a verifier in this process that has one."""
+"""Tokenizers that do not fit their target, and a verifier in this process that uses one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verifier_service.target.target import Target
 END = 1
 CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
 GREEDY = config_pb2.SamplingParams(temperature=0, max_tokens=6)
-# Rust's code panics on a token of which both sides would be stripped.
+# The tokenizers library panics on a token that would be stripped on both sides.
 PANICKING = decoders.Strip("x", 1, 1)
 
 
@@ -45,12 +45,12 @@ class Answer(NamedTuple):
 
 @cache
 def tiny_target() -> Target:
-    """A Llama of random weights with 2 layers, 20 tokens and 64 positions."""
+    """Return a Llama with random weights, 2 layers, 20 tokens and 64 positions."""
     return tiny_llama(2, 16, [END])
 
 
 def word_tokenizer(num_words: int = VOCAB, unknown: str | None = "w0", added: Sequence[str] = ()) -> Tokenizer:
-    """The words w0, w1, .. as tokens 0, 1, .., and special tokens with the ids after them."""
+    """Return a tokenizer with the words w0, w1, .. as tokens 0, 1, .. and special tokens after them."""
     words = {f"w{i}": i for i in range(num_words)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=unknown or "no such token"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -59,7 +59,7 @@ def word_tokenizer(num_words: int = VOCAB, unknown: str | None = "w0", added: Se
 
 
 def codec_of(tokenizer: Tokenizer, directory: Path, chat_template: str | None = CHAT) -> TextCodec:
-    """The tokenizer as a verifier loads it from a directory."""
+    """Save the tokenizer to a directory and load it as a verifier does."""
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.chat_template = chat_template
     fast.save_pretrained(directory)
@@ -68,7 +68,7 @@ def codec_of(tokenizer: Tokenizer, directory: Path, chat_template: str | None = 
 
 @asynccontextmanager
 async def served(codec: TextCodec | None, rules: RequestRules = DEFAULT_RULES) -> AsyncIterator[GenerationStub]:
-    """A verifier of the tiny target."""
+    """Serve the tiny target in this process; yield a stub."""
     limits = EngineLimits(max_num_seqs=16, max_queue=64, max_prefill_rows=64, num_blocks=129, draft_deadline_s=None)
     config = speculative_config_from_mapping({})
     host = EngineHost(tiny_target(), config, limits, [], LOOPBACK)
@@ -91,7 +91,7 @@ def ids_request(token_ids: Sequence[int], params: config_pb2.SamplingParams = GR
 
 
 async def ask(stub: GenerationStub, request: generate_pb2.GenerateRequest) -> Answer:
-    """The answer to a request, whatever it is."""
+    """Return the answer to a request, also if it is an error."""
     token_ids: list[int] = []
     text = ""
     try:
@@ -104,7 +104,7 @@ async def ask(stub: GenerationStub, request: generate_pb2.GenerateRequest) -> An
 
 
 def answers(codec: TextCodec | None, requests: Sequence[generate_pb2.GenerateRequest]) -> list[Answer]:
-    """The answers to requests that a verifier is sent all at once."""
+    """Return a verifier's answers to concurrent requests."""
 
     async def run() -> list[Answer]:
         async with served(codec) as stub:

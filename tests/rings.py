@@ -16,26 +16,26 @@ CPU = torch.device("cpu")
 def channel_ends(
     device: torch.device = CPU, size: int = ring_bytes(32, 6), write_value: WriteValue | None = None
 ) -> tuple[Channel, Channel]:
-    """A verifier's and a drafter's end; `write_value` writes the marks of what the verifier sends."""
+    """Return a verifier's and a drafter's end; `write_value` writes the marks for the verifier's end."""
     return ends_of(HostSegment.unshared(size, device), device, write_value)
 
 
 def ends_of(
     rings: Segment, device: torch.device = CPU, write_value: WriteValue | None = None
 ) -> tuple[Channel, Channel]:
-    """As `channel_ends`, in memory that is given."""
+    """Return both ends as `channel_ends` does, over the given memory."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     verifier = Channel(ours, RingWriter(rings, 0, device, write_value), RingReader(rings, 1))
     return verifier, Channel(theirs, RingWriter(rings, 1, device), RingReader(rings, 0))
 
 
 class HeldMarks:
-    """Holds back the marks behind numbers that a CPU writes, as a device does that has not come to them.
+    """Delays the marks behind numbers, like a device whose stream has not reached them yet.
 
     Attributes
     ----------
     held
-        Calls that write them, oldest first.
+        Place and value of each delayed mark, oldest first.
     """
 
     def __init__(self, rings: Segment) -> None:
@@ -47,6 +47,6 @@ class HeldMarks:
         self.held.append(((address - self._address) // 4, value))
 
     def write(self, number: int = -1) -> None:
-        """Writes one of them, by default the last."""
+        """Write one delayed mark, by default the last."""
         place, value = self.held.pop(number)
         self._words[place] = value

@@ -15,7 +15,7 @@ from verifier_service.api.service import GenerationServicer
 
 @asynccontextmanager
 async def serving(handler: RequestHandler, *others: Callable[[grpc.aio.Server], None]) -> AsyncIterator[str]:
-    """Serve what a handler answers; yield the address. `others` add further services to the server."""
+    """Serve requests with a handler; yield the address. `others` add further services to the server."""
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     add_GenerationServicer_to_server(GenerationServicer(handler), server)
     for add in others:

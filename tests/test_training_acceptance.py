@@ -1,4 +1,4 @@
-"""Verify steps are counted as the two services count them."""
+"""Verify steps of a training evaluation are counted as the two services count them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Batches have the target's states, computed at every step or kept; a run starts from an exported head."""
+"""Batches have the target's states, computed at every step or kept; training continues from an exported head."""
 
 from pathlib import Path
 

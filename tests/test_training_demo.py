@@ -35,7 +35,7 @@ def test_the_eagle3_head_has_the_published_layout():
     hidden = config["hidden_size"]
     assert shapes["fc.weight"] == (hidden, 3 * hidden)
     assert shapes["midlayer.self_attn.q_proj.weight"][1] == 2 * hidden
-    assert not {"lm_head.weight", "d2t", "t2d"} & set(shapes)  # the target's whole vocabulary and lm_head
+    assert not {"lm_head.weight", "d2t", "t2d"} & set(shapes)  # the head uses the target's whole vocabulary and lm_head
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""A trained DSpark head is the head that the drafter serves."""
+"""A DSpark head in training, and the exported head as the drafter serves it."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Step(DraftContext):
-    """One sequence before its anchor; what is drawn is what `tokens` has next."""
+    """One sequence before its anchor; `draw` returns the next of `tokens`."""
 
     def __init__(self, tokens: torch.Tensor, states: torch.Tensor, cache: KVCache) -> None:
         self.tokens, self.states, self.cache, self.wants_confidences = tokens, states, cache, True

@@ -19,7 +19,7 @@ SHAPE = HeadShape(
 
 
 def one_row(head, embedded, g, position, keys, values):
-    """Appends one row to the key cache; its logits and its output."""
+    """Append one row to the key cache; return its logits and its output."""
     layer = head.midlayer
     x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(g)])
     cos, sin = (table[position] for table in rotary_tables(SHAPE, 64, "cpu"))

@@ -1,4 +1,4 @@
-"""What the target writes in lock step is what transformers generates, turn by turn."""
+"""Batched generation with the target equals transformers' generate, turn by turn."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_greedy_rows_are_those_of_transformers(target: Target) -> None:
 
 
 def answers(tokens: list[int], turns: Turns) -> list[bool]:
-    """Return which tokens are answers, read turn by turn; what stands between turns must be the template's."""
+    """Return for each token whether it is an answer; check that the tokens between turns are the template's."""
     own = [False] * len(tokens)
     place, starts = len(turns.before_user), {True: turns.before_answer, False: turns.before_next}
     is_user = True

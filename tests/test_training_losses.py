@@ -1,4 +1,4 @@
-"""Losses computed in pieces are the plain ones, with their gradients."""
+"""Losses computed in pieces equal the plain losses, and so do their gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`python -m training.run` makes heads that the drafter serves, and goes on where it was cut off."""
+"""`python -m training.run` trains heads that the drafter serves, and resumes interrupted runs."""
 
 import json
 import subprocess

@@ -44,6 +44,6 @@ def random_model(config: Any) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zeros would hide their order, or that one is added twice
+        if name.endswith("bias"):  # zeros would hide a wrong order, or a bias that is added twice
             torch.nn.init.normal_(parameter)
     return model

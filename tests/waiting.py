@@ -1,4 +1,4 @@
-"""Waiting for what must come; no test depends on how soon it does."""
+"""Polling for a condition with a long timeout, so that no test depends on speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def wait_for(condition: Callable[[], object], what: str = "the condition holds",
     Raises
     ------
     AssertionError
-        It does not hold within so many seconds.
+        The condition does not hold within `seconds`.
     """
     deadline = time.monotonic() + seconds
     while not condition():

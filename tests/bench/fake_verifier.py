@@ -1,4 +1,4 @@
-"""A Generation service that verifies nothing and counts honestly, or not."""
+"""A Generation service without a model, whose counters are correct or, on request, wrong."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VOCAB_SIZE = 50
 
 @dataclass
 class FakeVerifier(GenerationServicer):
-    """Emits one token at the prompt and then, per step, as many as it drafts less one.
+    """Emits one token after the prompt; each step then accepts all drafts but the last.
 
-    `forgotten_rows` of each request are not in its counters.
+    The counters omit `forgotten_rows` verified rows of each request.
     """
 
     synthetic: bool = True
@@ -101,7 +101,7 @@ class FakeVerifier(GenerationServicer):
 
 @contextmanager
 def served(verifier: FakeVerifier) -> Iterator[str]:
-    """The address at which it answers."""
+    """Serve in this process; yield the address."""
     server = grpc.server(futures.ThreadPoolExecutor(16))
     add_GenerationServicer_to_server(verifier, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""`draftwire bench acceptance` from the command line; the closed forms themselves are tested with the exactness."""
+"""`draftwire bench acceptance` from the command line; test_bench_closed_forms.py tests the closed forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bench(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
-    """Beginnings of our own source files, as text and as token ids."""
+    """A prompt file: beginnings of Draftwire's source files as text, and one prompt of token ids."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     texts = [file.read_text()[:80] for file in sorted((ROOT / "draftwire" / "contract").glob("*.py"))[:7]]
     lines = [{"text": text} for text in texts if text] + [{"token_ids": [5, 300, 41]}]
@@ -72,19 +72,19 @@ def test_target_and_head_are_required(prompts):
 
 
 def served(*steps: tuple[int, int], prompt: tuple[int, ...] = (1, 2, 3)) -> Continuation:
-    """A continuation of verify steps (drafts made, drafts accepted)."""
+    """Return a continuation of verify steps (drafts made, drafts accepted)."""
     seen = timeline(steps, k=2)
     return Continuation(prompt, seen.token_ids, seen.drafted, seed=0)
 
 
 def test_verify_steps_are_found_in_the_stream():
-    # The prompt's token is at 3; the steps emit 2, 3 and 1 tokens after it, and the last has no room for two drafts.
+    # The first output token is at position 3. The steps emit 2, 3 and 1 more; the last has no room for two drafts.
     steps = served((2, 1), (2, 2), (0, 0)).whole_steps(k=2)
     assert [(step.last, step.accepted) for step in steps] == [(3, 1), (5, 2)]
 
 
 def test_steps_that_had_no_room_for_all_drafts_are_left_out():
-    # Six tokens in all: after five, one is left, after three, three are, which two drafts and their bonus fill.
+    # Of six output tokens, a step with two drafts needs three left: the drafts and the bonus token.
     assert [step.last for step in served((2, 1), (2, 1), (0, 0)).whole_steps(k=2)] == [3, 5]
     assert [step.last for step in served((2, 2), (1, 1)).whole_steps(k=2)] == [3]
 

@@ -1,4 +1,4 @@
-"""The closed forms, against simulation and by hand."""
+"""Closed forms of acceptance rates, checked by simulation and by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def generator():
 
 @pytest.fixture(scope="module")
 def pair(generator):
-    """p and q of 6 tokens; q never drafts two of them."""
+    """Distributions p and q over 6 tokens; q is zero for two of them."""
     p = torch.randn(6, dtype=torch.float64, generator=generator).softmax(-1)
     logits = torch.randn(6, dtype=torch.float64, generator=generator)
     logits[[1, 4]] = -torch.inf
@@ -25,7 +25,7 @@ def pair(generator):
 
 
 def race(distribution, noise):
-    """Gumbel-max samples: the first arrival of exponential clocks."""
+    """Return Gumbel-max samples: the first arrivals of exponential clocks."""
     return (noise / distribution).argmin(-1)
 
 
@@ -38,7 +38,7 @@ def test_coupled_is_how_often_races_with_equal_noise_agree(pair, generator):
     noise = torch.empty(SAMPLES, 6, dtype=torch.float64).exponential_(generator=generator)
     agreement = (race(p, noise) == race(q, noise)).double().mean().item()
     assert agreement == close_to(closed_forms.coupled(p, q).item())
-    assert agreement > 1.05 * closed_forms.one_hot(p, q).item()  # a simulation that could tell them apart
+    assert agreement > 1.05 * closed_forms.one_hot(p, q).item()  # so the simulation tells them apart
 
 
 def test_coupled_lies_between_independence_and_the_best_coupling(pair):

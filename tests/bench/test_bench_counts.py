@@ -1,4 +1,4 @@
-"""A run in which anything was skipped is found out."""
+"""A run whose engine skipped work is detected."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from timelines import ROW_BYTES, counters, timeline
 from draftwire_bench.serve.counts import expected_work, find_skipped
 
 K, MAX_TOKENS = 2, 6
-# Six tokens: the prompt's, then 2 (one draft accepted), then 3 (two accepted). The second step leaves room for both.
+# Six tokens: the prompt's, then 2 (one draft accepted), then 3 (two accepted). Both steps have room for two drafts.
 STEPS = [(2, 1), (2, 2)]
 
 
 def honest():
-    """Two requests of 5 prompt tokens and what the engine counts for them: 2 steps of 3 rows each.
+    """Return two requests of 5 prompt tokens and the engine's counts for them: 2 steps of 3 rows each.
 
-    The second step's drafts need rows 0 .. 6: five tokens of the prompt and three of the output, the last has none.
+    The second step's drafts need feature rows 0 .. 6, of the five prompt tokens and the first two output tokens.
     """
     timelines = [timeline(STEPS), timeline(STEPS)]
     return timelines, {"prompt_rows": 10, "verify_steps": 4, "verify_rows": 12, "feature_rows": 14}
@@ -31,10 +31,10 @@ def test_the_work_behind_a_stream():
 
 
 def test_a_last_step_drafts_only_what_there_is_room_for():
-    # Five tokens are out when the last step begins: the one token that is left needs no draft.
+    # Five tokens are emitted before the last step, and the last token needs no draft.
     work = expected_work(timeline([(2, 1), (2, 1), (0, 0)]), K, MAX_TOKENS)
     assert (work.verify_steps, work.drafted) == (3, (2, 2))
-    # Four are out: one draft.
+    # Four tokens are emitted before the last step: one draft.
     work = expected_work(timeline([(2, 2), (1, 1)]), K, MAX_TOKENS)
     assert (work.verify_steps, work.drafted) == (2, (2, 1))
 

@@ -1,4 +1,4 @@
-"""What a result says of how it was made."""
+"""The command and the commit that a result names."""
 
 from __future__ import annotations
 

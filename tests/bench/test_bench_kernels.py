@@ -1,4 +1,4 @@
-"""`draftwire bench kernels`, as far as it goes without a GPU; on one the whole command."""
+"""`draftwire bench kernels`: the error without a GPU, and the whole command on a GPU."""
 
 from __future__ import annotations
 

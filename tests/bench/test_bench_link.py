@@ -1,4 +1,4 @@
-"""The link to a network namespace: never faster than it is set, and it loses what it is to lose."""
+"""The link to a network namespace: it is never faster than its settings, and it loses packets as set."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_nothing_arrives_where_all_packets_are_lost(link: Link) -> None:
     with pytest.raises(TimeoutError), socket.create_connection((link.address, 9), timeout=1.5):
         pass
     assert link.set(LinkQuality()) > before
-    # Nobody listens there, which comes back at once.
+    # Nobody listens there, so the refusal arrives at once.
     with pytest.raises(ConnectionRefusedError), socket.create_connection((link.address, 9), timeout=30):
         pass

@@ -1,4 +1,4 @@
-"""Figures from timelines, each checked by hand."""
+"""Figures computed from timelines, each checked by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_throughput_of_the_whole_run_and_of_the_steady_state():
     second = timeline([(2, 2)] * 2, sent=0.0, arrivals=[2.0, 3.0, 5.0])
     found = throughput([first, second], 2)
     assert found.whole_run == 11 / 5
-    # From 2 to 4 both decode; within it (after 2, up to 4) come 2 tokens of the first and 3 of the second.
+    # Both decode from 2 to 4. After 2 and up to 4, the first emits 2 tokens and the second 3.
     assert (found.steady, found.steady_s) == (5 / 2, 2)
 
 

@@ -1,4 +1,4 @@
-"""What `draftwire bench serve` says in sentences, and what Ctrl-C leaves."""
+"""Sentences in the report of `draftwire bench serve`, and its report after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ctrl_c_before_the_first_level_reports_nothing(monkeypatch: pytest.Monke
 
 
 def interrupted_run(monkeypatch: pytest.MonkeyPatch, level: int, *arguments: str) -> Result:
-    """A run of two levels that Ctrl-C ends when a level is announced."""
+    """Run two levels and send Ctrl-C when the level of this number is announced."""
     from rich.status import Status
 
     announced = []

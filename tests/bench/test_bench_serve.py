@@ -31,7 +31,7 @@ def bench(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def fake_run(tmp_path_factory):
-    """A run against an honest fake; (verifier, console output, JSON)."""
+    """(verifier, console output, JSON) of a run against a fake verifier with correct counters."""
     verifier = FakeVerifier()
     path = tmp_path_factory.mktemp("serve") / "out.json"
     with served(verifier) as address:
@@ -84,7 +84,7 @@ def test_requests_have_the_prompts_of_a_file_over_and_over(tmp_path):
         result = bench("--server", address, *SMALL, *asked)
     assert result.exit_code == 0, result.output
     prompts = Counter(request.text or tuple(request.token_ids.ids) for request in verifier.requests)
-    assert prompts == {"def f(": 5, (3, 1): 5}  # drafting off has the first one more often, on the second
+    assert prompts == {"def f(": 5, (3, 1): 5}  # drafting off uses the first prompt 3 times, drafting on the second
 
 
 def test_requests_at_a_rate_are_served_without_a_steady_state(tmp_path):
@@ -214,7 +214,7 @@ def test_requests_at_a_rate_arrive_as_a_poisson_process():
     gaps = [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 20, rel=0.05)
-    # The gaps of a Poisson process are as wide as they are long.
+    # The gaps of a Poisson process have a standard deviation equal to their mean.
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
     assert in_slots(planned, Level(request_rate=20.0), seed=1) == slots
 
@@ -295,7 +295,7 @@ def test_a_service_that_ends_meanwhile_is_named_with_its_log(monkeypatch):
     )
     assert result.exit_code == 1
     output = " ".join(result.output.split())
-    # To name the Python code, the frames of threads that still run are read, and reading one in mid-change may fault.
+    # faulthandler reads the frames of threads that still run, which may fault while a frame changes.
     statuses = f"{signal.SIGABRT.value}|{signal.SIGSEGV.value}"
     assert re.search(f"the verifier ended with status -({statuses}); its log: ", output)
     assert "Fatal Python error: Aborted" in output

@@ -1,4 +1,4 @@
-"""The timeline of a step: what it records exists, and what it prints follows from the records."""
+"""The timeline of a step: the recorded methods exist, and the printed figures follow from the records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_process_records_its_calls_until_it_is_killed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lead", [0.0, 0.2e-3])
 @pytest.mark.parametrize("marks", [WAY, *WAYS_EARLY, *WAYS_BOTH_EARLY])
 def test_the_way_of_a_step_goes_from_mark_to_mark(marks, lead):
-    """200 steps, 10 ms apart; the marks of each are half a millisecond apart, and may begin before its tokens."""
+    """200 steps, 10 ms apart, with marks 0.5 ms apart; a step's tokens come `lead` seconds after its first mark."""
     starts = 100 + 0.01 * np.arange(200)
     records = {name: np.empty((200, 2)) for name in NAMES}
     lead = 0.0 if marks[0] == WAY[0] else lead
@@ -79,7 +79,7 @@ def test_the_ways_are_those_that_the_steps_have_taken(calls, expected):
 
 
 def test_a_step_without_drafts_ends_with_its_own_tokens():
-    """200 steps, 10 ms apart: each is launched within a millisecond after the tokens of the one before."""
+    """200 steps, 10 ms apart, each launched within 1 ms after the tokens of the previous step."""
     starts = 100 + 0.01 * np.arange(200)
     records = {name: np.empty((0, 2)) for name in NAMES}
     records["TokenSampler.finish"] = np.stack([starts - 1e-3, starts], 1)
@@ -105,7 +105,7 @@ def test_load_levels_are_separate_stretches_of_many_steps():
 
 
 def test_a_summary_has_the_way_and_the_calls_of_each_stretch():
-    """A thousand steps without drafts, 10 ms apart; in each a launch of 0.7 ms, twice."""
+    """1000 steps without drafts, 10 ms apart, each with two launches of 0.7 ms."""
     tokens = 0.01 * np.arange(1000)
     records = {name: np.empty((0, 2)) for name in NAMES}
     records["TokenSampler.finish"] = np.stack([tokens - 1e-3, tokens], 1)

@@ -1,4 +1,4 @@
-"""`draftwire bench transport`: every way between two real processes, and what it says of ways that are not there."""
+"""`draftwire bench transport`: every way between two real processes, and the reason for each missing way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftwire_cli.main import main
 
 KIB = 1024
 CPU = torch.device("cpu")
-# The last GPU: another one than the first where there are two.
+# The last GPU, which differs from the first if there are two.
 LAST_GPU = f"cuda:{max(torch.cuda.device_count(), 1) - 1}"
 
 

@@ -1,4 +1,4 @@
-"""Where an output parts from transformers', how far, and what fails: arithmetic of greedy_identity.py."""
+"""greedy_identity.py: where and by how much an output differs from transformers', and which gaps fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftwire_bench.greedy_identity import (
     find_parting,
 )
 
-# The best logit of each row is between 8 and 16: a last digit of bfloat16 is 1/16 there.
+# The best logit of each row is between 8 and 16, where the spacing of bfloat16 (a last digit) is 1/16.
 LOGITS = torch.tensor([[10.0, 1, 2], [8, 8.25, 8.125], [0, 1, 9.5]])
 REFERENCE = Reference([0, 1, 2], LOGITS)
 PARTING = Parting(request=0, place=1, token=0, reference_token=1, gap=4.0, second_gap=2.0)

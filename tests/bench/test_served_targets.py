@@ -1,4 +1,4 @@
-"""What benchmarks/draftwire_bench/served_targets.py says of types of models, and that it sees other logits."""
+"""benchmarks/draftwire_bench/served_targets.py: outcomes by model type, and the detection of wrong logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def wider_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention to a row too many."""
+    """Sliding-window attention that is one row too wide."""
     attend = attention_hook.paged_attention
 
     def attend_further(*args: Any, window: int | None, **given: Any) -> Tensor:
@@ -65,7 +65,7 @@ def test_types_are_told_apart(model_type: str, dtype: str, outcome: str, detail:
 
 @pytest.mark.gpu
 def test_types_are_told_apart_on_a_gpu() -> None:
-    # The first one asks the device how many rows each expert has.
+    # jetmoe's forward pass copies the number of rows per expert to the host.
     refused, *served = try_all(["jetmoe", "mistral", "mixtral"], GPU, 1)
     assert (refused.dtype, refused.outcome) == ("float32", REFUSED), refused.detail
     assert "its forward pass cannot be a CUDA graph" in refused.detail
@@ -80,7 +80,7 @@ def test_other_logits_are_seen() -> None:
 
 
 def rounding_of_mixtral(directory: Path) -> float:
-    """As on a GPU, but for the device: the served rows' rounding over that of transformers' own."""
+    """Return the rounding of served rows divided by transformers' own, as on a GPU but computed on the CPU."""
     assert save_small("mixtral", directory, GPU) == torch.bfloat16
     served = serve(load_target(directory, "mixtral", torch.bfloat16, CPU))
     ours, own = worst_rounding(served, compute(directory, torch.bfloat16, CPU), compute(directory, torch.float32, CPU))
@@ -97,7 +97,7 @@ def test_other_logits_are_seen_in_bfloat16(tmp_path: Path) -> None:
 
 
 def in_all_rounds(*rows: list[float]) -> list[Rows]:
-    """All steps of all rounds with these rows, of logits and of states."""
+    """Return all steps of all rounds, with these rows as logits and as states."""
     return [Rows(torch.tensor(rows), torch.tensor(rows))] * (len(STEPS) * ROUNDS)
 
 

@@ -21,7 +21,7 @@ def timeline(
     arrivals: Sequence[float] | None = None,
     asked: int | None = None,
 ) -> Timeline:
-    """A stream whose first token is the prompt's; each verify step is (drafts made, drafts accepted)."""
+    """Return a stream whose first token is the prompt's; each verify step is (drafts made, drafts accepted)."""
     counts = [1, *(accepted + 1 for _, accepted in steps)]
     drafted, accepted = [0] * k, [0] * k
     for made, taken in steps:
@@ -51,7 +51,7 @@ def timeline(
 def counters(
     *, prompt_rows: int, verify_steps: int, verify_rows: int, feature_rows: int = 0, feature_bytes: int | None = None
 ) -> pb.EngineCounters:
-    """What an engine counts; by default each feature row has ROW_BYTES."""
+    """Return an engine's counters; by default each feature row has ROW_BYTES."""
     result = pb.EngineCounters(
         steps=verify_steps, prompt_rows=prompt_rows, verify_steps=verify_steps, verify_rows=verify_rows
     )

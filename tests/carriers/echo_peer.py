@@ -1,4 +1,4 @@
-"""A drafter's part in a process of its own: takes tensors and sends each back with 1 added to every element.
+"""The drafter's side in a separate process: receives tensors and sends each back with 1 added to every element.
 
 Arguments: the rendezvous (hexadecimal), the device, the size of a segment in bytes.
 """
@@ -18,7 +18,7 @@ DTYPE = torch.int32
 
 
 def take(receiver: TensorReceiver, message: pb.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor of a message, which has arrived on the device when this returns."""
+    """Return the tensor of a message, after it has arrived on the device."""
     tensor = receiver.claim(message, "tensor", DTYPE, (None,)).load()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

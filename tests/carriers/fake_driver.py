@@ -1,4 +1,4 @@
-"""The CUDA driver's functions for shared memory, with host memory for that of GPUs."""
+"""A fake CUDA driver for shared memory, with host memory in place of GPU memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NAME = "fake-gpu"
 
 
 class FakeDriver:
-    """Stands for a `CudaDriver`, in one process.
+    """Replaces `CudaDriver` within one process.
 
     Attributes
     ----------
     handles, mappings
-        Those that are held.
+        Handles and mappings that are not released.
     """
 
     def __init__(self) -> None:

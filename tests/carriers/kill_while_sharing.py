@@ -1,6 +1,6 @@
-"""Kills either side at many moments of the exchange of memory.
+"""Kill either side at many points of the memory exchange.
 
-Prints how many exchanges were cut off, by victim. Fails when the other side hangs, crashes or keeps memory.
+Prints the number of interrupted exchanges for each victim. Fails if the other side hangs, crashes or keeps memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from draftwire.v1 import draft_pb2 as pb
 CARRIERS = (pb.CARRIER_SHM, pb.CARRIER_BYTES)
 SIZE = 32 << 20  # so that an exchange takes some milliseconds
 CPU = torch.device("cpu")
-PATIENCE_S = 2.0  # below the time-outs: an end is seen at once
+PATIENCE_S = 2.0  # below the timeouts: the other side must notice a kill immediately
 
 
 def cut_off(victim: str, seconds: float) -> bool:
-    """Whether the exchange was not over when the victim was killed."""
+    """Return whether the kill interrupted the exchange."""
     rendezvous = Rendezvous()
 
     def serve() -> SharedSegments:

@@ -1,4 +1,4 @@
-"""What this process has open."""
+"""The open files of this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 
 def open_files() -> Counter[str]:
-    """What its file descriptors are of, without those that wait for the collector of garbage. Threads of earlier tests
-    may close some of theirs at any time: what is left behind is `open_files() - before`.
+    """Count the open files of this process by name, after a garbage collection.
+
+    Threads of earlier tests may close files at any time, so tests check `open_files() - before`.
     """
     gc.collect()
     names: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Messages between two engines: whole and in order, bounded, and gone with their peer."""
+"""The message channel between two engines: order, size limits, and peers that end or break the rules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def messages_of(end: Channel) -> list[bytes]:
 
 
 def messages_until_gone(end: Channel) -> list[bytes] | None:
-    """As the engine reads them: None when the peer has ended."""
+    """Return the messages as the engine reads them, or None if the peer has ended."""
     try:
         return messages_of(end)
     except ConnectionError:
@@ -128,7 +128,7 @@ def test_a_message_that_is_too_large_is_not_sent(ends):
 
 
 def test_a_peer_that_does_not_read_loses_nothing(ends):
-    """It makes nobody wait."""
+    """`send` returns false when the ring is full; it does not block."""
     here, there = ends
     count = 0
     while here.send(b"%d" % count + bytes(3000)):
@@ -142,7 +142,7 @@ def test_a_peer_that_does_not_read_loses_nothing(ends):
 
 
 def test_many_small_messages_wake_a_reader_until_all_are_read(ends):
-    """They are more than the socket has room for bytes that wake."""
+    """There are more messages than the socket has room for wake-up bytes."""
     here, there = ends
     count = 0
     while here.send(b"%d" % count):
@@ -164,7 +164,7 @@ def test_what_a_peer_sent_before_it_went_is_received(ends):
 
 
 def echo(connection: socket.socket, rings: HostSegment, count: int) -> None:
-    """The drafter's end in a process of its own: sends back what it gets."""
+    """Send every message back, as the drafter's end in a separate process."""
     end = drafter_channel(connection, rings, CPU)
     box: Mailbox[bytes] = Mailbox()
     box.watch(end.fileno(), lambda: messages_of(end))
@@ -175,7 +175,7 @@ def echo(connection: socket.socket, rings: HostSegment, count: int) -> None:
 
 
 def test_two_processes_exchange_what_was_sent():
-    """Whatever their processors reorder."""
+    """Messages are intact although CPUs may reorder memory accesses."""
     count = 3000
     rings = HostSegment.unshared(ring_bytes(1, 1), CPU)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -201,11 +201,11 @@ def test_two_processes_exchange_what_was_sent():
     end.close()
 
 
-# What a peer may write.
+# Peers that write invalid data.
 
 
 def hostile() -> tuple[Any, Any, Channel, Channel]:
-    """The memory from the first record of the ring to the drafter on, and from its `read`; both ends."""
+    """Return the memory of the ring to the drafter, from its first record and from its `read` on, and both ends."""
     rings = HostSegment.unshared(ring_bytes(1, 1), CPU)
     memory = rings.memory.numpy()
     return memory[128:].view("uint32"), memory[64:].view("uint64"), *ends_of(rings)
@@ -243,7 +243,7 @@ def test_a_peer_that_says_it_has_read_what_was_not_sent(value):
     _, reads, here, there = hostile()
     assert here.send(b"12345678")
     assert len(there.receive()) == 1
-    assert here.send(b"12345678")  # its `read` is known to be 128 now
+    assert here.send(b"12345678")  # `here` now knows that `read` is 128
     reads[0] = value
     assert not here.send(b"x")
 
@@ -279,7 +279,7 @@ def test_noise_in_the_memory_is_read_or_ends_the_channel():
     assert 0 < ended < 300
 
 
-# The mailbox of a thread that waits for both.
+# The mailbox of a thread that waits for items and messages.
 
 
 def test_items_come_in_order_and_empty_is_told():
@@ -299,7 +299,7 @@ def test_a_result_found_but_not_taken_is_known_without_a_look():
     box: Mailbox[int] = Mailbox()
     for item in (1, 2):
         box.put(item)
-    assert not box.has_more  # it has not looked
+    assert not box.has_more  # the mailbox has not looked yet
     assert box.get() == 1
     assert box.has_more
     assert box.get() == 2

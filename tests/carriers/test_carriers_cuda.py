@@ -1,4 +1,4 @@
-"""Shared memory of GPUs, without a GPU: layouts, the driver's errors, who shares it, and peers that are not trusted."""
+"""GPU shared memory, tested without a GPU: struct layouts, driver errors, negotiation, and untrusted peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = (CUDA_IPC, SHM, BYTES)
 SIZE = GRANULARITY - 100
 
 
-# What cuda.h says.
+# Layouts of cuda.h.
 
 
 def test_structures_are_laid_out_as_in_cuda_h():
@@ -38,7 +38,7 @@ def test_structures_are_laid_out_as_in_cuda_h():
 
 
 class FakeLibrary:
-    """libcuda.so.1, of which one function may fail.
+    """A fake libcuda.so.1, in which one function may fail.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ def test_files_that_are_no_segment_are_refused(name):
         os.close(fd)
 
 
-# Who shares it. Nothing here needs a GPU but the driver.
+# Negotiation. Only the driver, which is fake here, needs a GPU.
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def both(
     logits: tuple[int, ...] = ALL,
     drafter: tuple[int, ...] = ALL,
 ) -> tuple[SharedSegments, SharedSegments]:
-    """What verifier and drafter hold after they met."""
+    """Return the segments that verifier and drafter hold after the rendezvous."""
     with Rendezvous() as rendezvous:
         serving = pool.submit(rendezvous.serve, verifier, logits, SIZE, CPU)
         met = meet(rendezvous.encode(), drafter, SIZE, CPU)
@@ -213,7 +213,7 @@ def both(
 
 
 def carriers(sides: tuple[SharedSegments, SharedSegments]) -> tuple[pb.Carrier, pb.Carrier]:
-    """Of features and of draft logits; both sides hold the same."""
+    """Return the carriers of features and of draft logits; check that both sides agree."""
     verifier, drafter = sides
     assert verifier.outgoing.carrier == drafter.incoming.carrier
     assert verifier.incoming.carrier == drafter.outgoing.carrier

@@ -1,4 +1,4 @@
-"""Memory of GPUs that two processes share: what is written arrives, and it is free when one of them is killed."""
+"""GPU memory shared by two processes: tensors arrive, and the memory is freed when one process is killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PAIRS = [
 
 
 class Echo:
-    """A verifier's part, with a drafter in another process that sends back what it is sent."""
+    """The verifier's side; a drafter in another process sends each tensor back, with 1 added to every element."""
 
     def __init__(self, device: torch.device, process: subprocess.Popen[bytes], shared: SharedSegments) -> None:
         assert shared.channel is not None
@@ -50,7 +50,7 @@ class Echo:
         self._last_step = 0
 
     def exchange(self, num_elements: int) -> str:
-        """Sends other numbers than before and checks what comes back; where they were: "span" or "data"."""
+        """Send new numbers and check the answer; return where they were: "span" (shared) or "data" (in the message)."""
         self._last_step += 1
         tensor = torch.arange(num_elements, dtype=DTYPE, device=self._device) * self._last_step
         step = pb.DraftStep(step_id=self._last_step, logits_read=self._receiver.generation_read)
@@ -65,13 +65,13 @@ class Echo:
         return step.features.WhichOneof("storage")
 
     def write(self, num_elements: int) -> None:
-        """Writes a tensor that nobody will read."""
+        """Write a tensor that is never read."""
         send(self.sender, torch.ones(num_elements, dtype=DTYPE, device=self._device), pb.Tensor())
 
 
 @contextmanager
 def echo(device: torch.device, peer: str, size: int = 4 * MIB, **environment: str) -> Iterator[Echo]:
-    """The other process computes on `peer`; each direction has a segment of `size` bytes."""
+    """Yield the verifier's side; the drafter computes on `peer`, and each direction has a segment of `size` bytes."""
     make_current(device)
     with Rendezvous() as rendezvous, ThreadPoolExecutor(1) as pool:
         serving = pool.submit(rendezvous.serve, ALL_CARRIERS, ALL_CARRIERS, size, device)
@@ -108,7 +108,7 @@ def echo(device: torch.device, peer: str, size: int = 4 * MIB, **environment: st
 def test_what_one_process_writes_the_other_reads(device, peer, carrier):
     with echo(torch.device(device), peer) as made:
         assert made.carriers == {carrier}
-        for step in range(60):  # many times the segment
+        for step in range(60):  # many times the segment's size
             assert made.exchange((7, 2048, 100_000, MIB // 2)[step % 4]) == "span"
 
 
@@ -122,7 +122,7 @@ def test_processes_with_one_visible_gpu_each_share_some_memory():
 
 
 def free_bytes(*devices: str) -> list[int]:
-    """Free memory of GPUs, without what this process keeps for later."""
+    """Return the free memory of GPUs, after this process has emptied its cache."""
     gc.collect()
     torch.cuda.empty_cache()
     return [torch.cuda.mem_get_info(device)[0] for device in devices]
@@ -147,7 +147,7 @@ def test_a_killed_process_harms_nobody_and_leaves_no_memory(device, peer):
             made.process.kill()
             made.process.wait()
             time.sleep(1)
-            for _ in range(10):  # the receiver's memory is still there
+            for _ in range(10):  # the killed receiver's memory is still mapped
                 made.write(MIB)
             torch.cuda.synchronize(device)
             (free,) = free_bytes(peer)

@@ -1,5 +1,5 @@
-"""Both services on GPUs: sharing memory of GPUs changes no token, and when one of the two is killed, the other goes on
-and the memory is free.
+"""Both services on GPUs: shared GPU memory changes no token. When one service is killed, the other keeps serving, and
+the memory is freed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE_S = 60.0
 
 
 class Services:
-    """A drafter on the last GPU, and on the first one verifiers that share its memory or send bytes."""
+    """A drafter on the last GPU, and two verifiers on the first: one shares GPU memory, one sends bytes."""
 
     def __init__(self, logs) -> None:
         self._logs = logs
@@ -70,12 +70,12 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
 
 
 def free_bytes() -> int:
-    """Free memory of the drafter's GPU."""
+    """Return the free memory of the drafter's GPU."""
     return torch.cuda.mem_get_info(LAST_GPU)[0]
 
 
 def shared_memory(*pids: int) -> set[str]:
-    """The host memory that all of the processes have mapped, some of it beside each memory of a GPU: its inodes."""
+    """Return the inodes of host memory that all processes have mapped; shared GPU memory comes with host memory too."""
     maps = (Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids)
     return set.intersection(*({line.split()[4] for line in lines if "/memfd:draftwire" in line} for lines in maps))
 
@@ -138,9 +138,9 @@ def test_requests_go_on_when_the_drafter_is_killed(services):
         assert client.complete(PROMPTS[0], temperature=0, max_tokens=40).token_ids == first.token_ids
 
 
-@pytest.mark.gpu(2)  # else the verifiers take memory of the drafter's GPU too
+@pytest.mark.gpu(2)  # with one GPU, the verifiers also use memory of the drafter's GPU
 def test_the_memory_of_a_killed_drafter_is_free(services):
-    services.drafter.kill()  # as it has been where the test before this one ran
+    services.drafter.kill()  # already killed if the previous test ran
     end = time.monotonic() + PATIENCE_S
     while free_bytes() < services.free_before - SLACK:
         assert time.monotonic() < end, "the killed drafter's GPU has memory that is not free"

@@ -1,4 +1,4 @@
-"""Numbers that one side's device writes behind a message, and that the other side sees without another message."""
+"""Numbers that a device writes behind a message; the other side sees them without another message."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from draftwire.transport import Body, Channel, SegmentError, ring_bytes
 from draftwire.transport.channel import drafter_channel, verifier_channel
 from draftwire.transport.host_segment import HostSegment
 
-TIMES = 200  # more often than a ring has room for
+TIMES = 200  # more than a ring has room for
 
 
 def sent(here: Channel, there: Channel, numbers: torch.Tensor, message: bytes = b"x") -> Body:
-    """The body of a message with numbers, which has come."""
+    """Send a message with numbers; return the received body."""
     assert here.send(message, numbers)
     (record,) = there.receive()
     assert record.message == message
@@ -73,7 +73,7 @@ def test_the_mark_comes_behind_the_numbers():
 
 
 def test_room_of_numbers_is_kept_until_they_are_released():
-    """What lies behind them waits for it, and nothing is written over them."""
+    """Unreleased numbers are not overwritten, and the room of later messages is not reused before their release."""
     here, there = channel_ends(size=ring_bytes(2, 2))
     numbers = torch.arange(8, dtype=torch.int32).view(2, 4)
     body = sent(here, there, numbers)
@@ -97,7 +97,7 @@ def test_numbers_may_be_released_in_any_order():
 
 
 def test_old_numbers_do_not_pass_for_new_ones():
-    """Where a mark goes stand numbers of an earlier record, among them the next mark's."""
+    """The place of a mark holds numbers of an earlier record, which can equal the next mark."""
     rings = HostSegment.unshared(ring_bytes(2, 2), CPU)
     marks = HeldMarks(rings)
     here, there = ends_of(rings, write_value=marks)
@@ -127,7 +127,7 @@ def test_a_device_that_cannot_write_sends_no_more_numbers(caplog):
 
 
 def test_no_end_keeps_its_memory():
-    """Python looks for cycles seldom, and what is shared must be given back at once."""
+    """Shared memory must be freed immediately, and Python's collection of reference cycles may run much later."""
     rings = HostSegment.unshared(ring_bytes(3, 4), CPU)
     here, there = ends_of(rings)
     body = sent(here, there, torch.zeros(3, 6, dtype=torch.int32))
@@ -149,7 +149,7 @@ def test_more_numbers_than_the_ring_has_room_for_are_not_sent():
 
 
 def devices_ends(device: torch.device) -> tuple[Channel, Channel]:
-    """Both ends, each with a mapping of its own."""
+    """Return both ends, each with a separate mapping of the memory."""
     size = ring_bytes(64, 4)
     owned, fds = HostSegment.create(size, device)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -167,11 +167,11 @@ def test_a_device_writes_when_its_stream_comes_to_it(way):
     device = torch.device("cuda", 0)
     ends = devices_ends(device)
     here, there = ends[way], ends[1 - way]
-    # A kernel that is used for the first time is loaded then, which can wait for the device.
+    # The first use of a kernel loads it, which can wait for the device.
     torch.zeros(64, 8, dtype=torch.int32, device=device)[:, :6].contiguous()
     for _ in range(TIMES // 4):
         numbers = torch.randint(-9, 9, (64, 8), dtype=torch.int32, device=device)[:, :6]
-        torch.cuda._sleep(50_000_000)  # clock cycles, some 25 ms
+        torch.cuda._sleep(50_000_000)  # clock cycles, about 25 ms
         body = sent(here, there, numbers)
         assert not body.is_written
         deadline = time.monotonic() + 5

@@ -1,4 +1,4 @@
-"""Who comes to share memory with whom: proof by a nonce, fall-back by carrier, and peers that are not to be trusted."""
+"""How two processes agree on shared memory: proof by a nonce, fallback to other carriers, and untrusted peers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """One with a short name: a socket's path must not be long, as pytest's are."""
+    """A directory with a short path: pytest's are too long for a socket."""
     with tempfile.TemporaryDirectory(prefix="dw", dir="/tmp") as made:
         yield Path(made)
 
@@ -60,7 +60,7 @@ def both(
     logits_bytes: int = LOGITS,
     directories: tuple[Path | None, Path | None] = (None, None),
 ) -> tuple[SharedSegments, SharedSegments]:
-    """What verifier and drafter hold after they met."""
+    """Return the segments that verifier and drafter hold after the rendezvous."""
     with Rendezvous(directories[0]) as rendezvous:
         serving = pool.submit(rendezvous.serve, verifier, verifier, logits_bytes, CPU)
         met = meet(rendezvous.encode(), drafter, FEATURES, CPU, directories[1])
@@ -135,7 +135,7 @@ def test_a_carrier_that_one_side_does_not_allow_is_not_used(pool, verifier, draf
 
 
 def test_a_carrier_that_fails_gives_way_to_the_next(pool):
-    # No GPU takes part: memory of one cannot be made.
+    # On CPU devices, GPU memory cannot be allocated.
     verifier, drafter = both(pool, (CUDA_IPC, SHM, BYTES), (CUDA_IPC, SHM, BYTES))
     assert verifier.outgoing.carrier == drafter.outgoing.carrier == SHM
 
@@ -149,7 +149,7 @@ def test_memory_that_cannot_be_mapped_leaves_bytes(pool, monkeypatch):
 
 
 def test_memory_that_is_not_the_same_is_not_shared(pool, monkeypatch):
-    # The receiver's file was swapped on its way: sizes and seals fit, the nonce does not.
+    # The receiver's file was swapped on its way: size and seals are correct, the nonce is not.
     def attach_another(carrier: pb.Carrier, _: Sequence[int], size: int, device: torch.device) -> Segment:
         another, fds = create_segment(carrier, size, device)
         for fd in fds:
@@ -216,12 +216,12 @@ def test_a_drafter_that_talks_nonsense_leaves_bytes(pool, name):
                 socket.send_fds(drafter, [data], [null] * files)
             if name == "silence":
                 drafter.settimeout(5)
-                assert drafter.recv(1) == b""  # given up
+                assert drafter.recv(1) == b""  # the verifier has given up
         os.close(null)
     assert serving.result() == SharedSegments()
 
 
-# Files that would be taken away while they are mapped.
+# Files whose memory the peer could remove while it is mapped.
 
 
 def memory_file(size: int, seals: int = 0) -> int:
@@ -267,7 +267,7 @@ def test_our_own_memory_cannot_be_cut():
     assert segment.memory.sum() == 0
 
 
-# Nothing is left.
+# No leftovers.
 
 
 def shared_mappings() -> int:
@@ -296,7 +296,7 @@ def test_no_thread_is_left_at_a_rendezvous_that_is_closed():
     assert not waiting.is_alive()
 
 
-# The operator's choice.
+# The carriers that the operator allows.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Both services as processes: shared memory changes no token, is counted, and is gone when one of the two is killed."""
+"""Both services as processes: shared memory changes no token, is counted, and is freed when a service is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHM, BYTES = draft_pb2.CARRIER_SHM, draft_pb2.CARRIER_BYTES
 
 
 class Services:
-    """A drafter, and verifiers that share memory and fuse features, or send them raw in messages."""
+    """A drafter and two verifiers: one shares memory and fuses features, the other sends raw features in messages."""
 
     def __init__(self, shelf, logs: Path) -> None:
         self.head, self.target = shelf.head("llama", "good"), shelf.target("llama")
@@ -73,7 +73,7 @@ def services(shelf, tmp_path_factory):
 
 
 def leftovers() -> set[str]:
-    """Names of shared memory and of sockets that could outlive a process, without sockets of tests beside this one."""
+    """Return the names of shared memory and sockets that could outlive a process, without those of concurrent tests."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@draftwire-" in line]
     beside = open_files(descendants(os.getppid()) - descendants(os.getpid())) if lines else set()
     sockets = {line[-1] for line in lines if f"socket:[{line[-2]}]" not in beside}
@@ -81,10 +81,10 @@ def leftovers() -> set[str]:
 
 
 def descendants(pid: int) -> set[int]:
-    """The process and all that it has started, directly or not."""
+    """Return the process and all processes that it has started, directly or indirectly."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
     found, new = {pid}, {pid}
     while new := {child for child, parent in parents.items() if parent in new} - found:
@@ -93,7 +93,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def open_files(pids: set[int]) -> set[str]:
-    """What the descriptors of processes refer to, as /proc names it."""
+    """Return the targets of the processes' file descriptors, as named in /proc."""
     files: set[str] = set()
     for path in (path for pid in pids for path in Path(f"/proc/{pid}/fd").glob("*")):
         with contextlib.suppress(OSError):
@@ -102,18 +102,18 @@ def open_files(pids: set[int]) -> set[str]:
 
 
 def mappings(pid: int) -> int:
-    """Segments that a process has mapped."""
+    """Return the number of segments that a process has mapped."""
     return Path(f"/proc/{pid}/maps").read_text().count("/memfd:draftwire")
 
 
 def own_mappings() -> int:
-    """Those of this process, without what earlier tests have left to the collector of garbage."""
+    """Return the number of segments that this process has mapped, after a garbage collection."""
     gc.collect()
     return mappings(os.getpid())
 
 
 def connected(client: Client) -> pb.DrafterStatus:
-    """The drafter, once it is ready."""
+    """Wait until the drafter is ready; return its status."""
     wait_for(lambda: client.info().drafters[0].state == pb.DRAFTER_STATE_READY, "the drafter is connected")
     return client.info().drafters[0]
 
@@ -149,13 +149,13 @@ def test_tokens_and_acceptance_equal_those_of_raw_features(services):
 
 
 def traffic_of(info: pb.GetVerifierInfoResponse) -> tuple[int, int]:
-    """Bytes of features and of logits, by all carriers together."""
+    """Return the bytes of features and of logits, summed over all carriers."""
     traffic = info.counters.traffic
     return sum(entry.feature_bytes for entry in traffic), sum(entry.logits_bytes for entry in traffic)
 
 
 class Load:
-    """Requests one after another until the end of the context; errors of a server that is killed are its business."""
+    """Sends requests one after another until the context exits or the server is killed."""
 
     def __init__(self, address: str) -> None:
         self._stopping = threading.Event()
@@ -194,7 +194,7 @@ def test_a_killed_drafter_leaves_nothing(services):
 
 @contextlib.contextmanager
 def drafter_in_this_process(services: Services) -> Iterator[None]:
-    """Serves where the killed drafter did."""
+    """Run a drafter in this process at the killed drafter's address."""
     cpu = torch.device("cpu")
     head = load_head(services.head, services.target, torch.float32, cpu)
     engine = EngineThread(DraftEngine(head, EngineLimits(max_model_len=256), torch.float32, cpu), lambda: None)
@@ -235,7 +235,7 @@ def test_a_killed_verifier_leaves_nothing(services):
 
 def test_a_peer_killed_while_sharing_memory_leaves_nothing():
     before = leftovers()
-    # In a process of its own: this one has threads, and a process with threads must not fork.
+    # In a separate process: this one has threads, and a process with threads must not fork.
     script = Path(__file__).with_name("kill_while_sharing.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Room in a segment: spans that are in use never overlap, and room comes back in the order of use."""
+"""Room in a segment: spans in use never overlap, and room is freed in the order of use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def begun(room: SpanRoom, num_bytes: int) -> Span:
 
 
 def sent(room: SpanRoom, num_bytes: int) -> tuple[int, int] | None:
-    """Generation and offset of a new span that is sent at once."""
+    """Allocate a span and send it at once; return its generation and offset, or None if there is no room."""
     span = room.allocate(num_bytes)
     return None if span is None else (room.number(span), span.offset)
 
@@ -34,7 +34,7 @@ def test_a_full_room_says_so_until_the_oldest_span_is_read():
     room = SpanRoom(7 * ALIGNMENT)
     assert [sent(room, ALIGNMENT) for _ in range(4)][3] is None
     room.release(1, "read")
-    # The room of the first span ends where the second's begins; one that filled it would leave the room as if empty.
+    # A span that exactly filled the first span's room would make the full segment look empty.
     assert room.allocate(ALIGNMENT) is None
     room.release(2, "read")
     assert sent(room, ALIGNMENT) == (4, 2 * ALIGNMENT)

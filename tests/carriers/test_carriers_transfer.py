@@ -1,4 +1,4 @@
-"""Both ends of a direction over one segment: what arrives, what is refused, and when room comes back."""
+"""Both ends of one direction over one segment: tensors that arrive, refused messages, and the reuse of room."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cuda_segments() -> tuple[Segment, Segment]:
 
 @pytest.fixture(params=[host_segments, cuda_segments], ids=["shm", "cuda_ipc"])
 def ends(request: pytest.FixtureRequest) -> tuple[TensorSender, TensorReceiver]:
-    """Of two mappings of the same memory."""
+    """A sender and a receiver over two mappings of the same memory."""
     attached, made = request.param()
     return TensorSender(CPU, attached), TensorReceiver(CPU, made)
 
@@ -82,7 +82,7 @@ def test_tensors_without_elements_go_in_the_message(ends):
 
 def test_without_room_it_goes_in_the_message_until_a_read(ends):
     sender, receiver = ends
-    tensor = torch.randn(SIZE // 4 // 3)  # a third of the segment: two have room
+    tensor = torch.randn(SIZE // 4 // 3)  # a third of the segment: two fit
     messages = [send(sender, tensor) for _ in range(3)]
     assert [message.WhichOneof("storage") for message in messages] == ["span", "span", "data"]
     for message in messages:
@@ -134,7 +134,7 @@ def test_loaded_rows_do_not_change_when_the_room_is_reused(ends):
 def test_a_tensor_says_what_carries_it(ends):
     sender, receiver = ends
     assert sender.carrier == receiver.carrier
-    for size, carrier in ((100, sender.carrier), (SIZE // 4, pb.CARRIER_BYTES)):  # the second has no room
+    for size, carrier in ((100, sender.carrier), (SIZE // 4, pb.CARRIER_BYTES)):  # the second does not fit
         outgoing = sender.begin(torch.float32, (size,))
         outgoing.seal()
         finish(outgoing, message := pb.Tensor())

@@ -1,4 +1,4 @@
-"""Calls whose message does not come: who is refused before it is read, how many are read, and when they end."""
+"""Calls whose message does not arrive: when they end, how many are read at once, and which are refused unread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Served:
     Attributes
     ----------
     address
-        Its own.
+        HOST:PORT of the server.
     num_refused
         Calls that were counted as refused.
     """
@@ -58,7 +58,7 @@ class Served:
         self.num_refused += 1
 
     async def generate(self, channel: grpc.aio.Channel, text: str = "text") -> str:
-        """The text that comes back."""
+        """Return the text that the server sends back."""
         call = generate_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text=text), timeout=TIMEOUT_S)
         return "".join([response.text async for response in call])
 
@@ -99,7 +99,7 @@ async def served(
 
 @pytest.fixture
 def play(capsys: pytest.CaptureFixture[str]):
-    """Runs a scene with a server."""
+    """A function that runs a scene against a server."""
 
     def run(scene: Callable[[Served], Awaitable[None]], **options: Any) -> None:
         async def play_scene() -> None:
@@ -148,7 +148,7 @@ def test_the_text_says_that_the_message_did_not_come(play, monkeypatch):
 
 @pytest.mark.parametrize(("path", "num_readers"), [(GENERATE, 3), (HEALTH, 1)])
 def test_few_large_messages_are_taken_in_at_once(play, monkeypatch, path, num_readers):
-    """The cause of the memory: gRPC lets a call send all of its message once the server reads it."""
+    """gRPC lets a call send its whole message as soon as the server reads it, so readers cost memory."""
     monkeypatch.setattr(message_reading, "CONTENDED_S", TIMEOUT_S)
 
     async def scene(server: Served) -> None:
@@ -187,10 +187,10 @@ def test_calls_past_the_unread_ones_are_refused_and_counted(play, caplog):
     async def scene(server: Served) -> None:
         async with HalfSender(server.address) as client:
             await client.begin_many(35, GENERATE)
-            await client.wait_for_ends(5, TIMEOUT_S)  # of 30 of one connection
+            await client.wait_for_ends(5, TIMEOUT_S)  # one connection may have 30 unread calls
             async with grpc.aio.insecure_channel(server.address) as channel:
                 calls = [channel.stream_stream(GENERATE)(timeout=TIMEOUT_S) for _ in range(11)]
-                error = await refusal(asyncio.gather(*(call.read() for call in calls)))  # the first to end
+                error = await refusal(asyncio.gather(*(call.read() for call in calls)))  # the first call that ends
                 assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert error.details() == "40 calls have not sent their message; try again later"
                 assert 0.5 < retry_after_s(error.trailing_metadata()) < 2
@@ -203,7 +203,7 @@ def test_calls_past_the_unread_ones_are_refused_and_counted(play, caplog):
 
 
 def test_half_sent_messages_delay_others_by_a_moment(play):
-    """All readers are taken by messages that do not come, and more of them wait."""
+    """All readers are taken by messages that do not arrive, and one more such call waits for a reader."""
 
     async def scene(server: Served) -> None:
         async with HalfSender(server.address) as first, HalfSender(server.address) as second:
@@ -245,7 +245,7 @@ def test_reflection_answers_many_questions(play):
 
 
 def test_each_call_of_a_burst_is_told_why_it_is_refused(play, monkeypatch):
-    """The cause of random CANCELLED: gRPC drops calls once 1000 wait to be accepted, if it is not told otherwise."""
+    """By default gRPC drops calls with CANCELLED while 1000 calls wait to be accepted."""
     monkeypatch.setattr(message_reading, "MESSAGE_S", 10 * TIMEOUT_S)
     monkeypatch.setattr(message_reading, "CONTENDED_S", 10 * TIMEOUT_S)
     limits = replace(LIMITS, max_unread=800, max_unread_of_peer=30)

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm's own library: valid for Kubernetes, and in agreement with the code."""
+"""The Helm chart, rendered by Helm's own library: valid for Kubernetes and consistent with the code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_named_ports_exist(manifests):
         assert named[name]["grpc"] == int(service_options(manifests, name)["listen"].split(":")[1])
     for name, policy in of_kind(manifests, "NetworkPolicy").items():
         used = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-        assert used == named[name].keys() - {"health"}  # the kubelet reaches pods of its node past policies
+        assert used == named[name].keys() - {"health"}  # network policies do not apply to the kubelet of a pod's node
 
 
 def test_services_understand_their_arguments(manifests):
@@ -129,7 +129,7 @@ def test_plain_text_is_asked_for_and_never_beside_tls():
 
 
 def secrets_of(manifests: list[dict], name: str) -> dict[str, str]:
-    """Secrets that a service's pods mount, by the name of the volume."""
+    """Return the secrets that a service's pods mount, by volume name."""
     volumes = pods(manifests)[name]["spec"]["volumes"]
     return {volume["name"]: volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
 
@@ -160,7 +160,7 @@ def test_metrics_are_scraped_as_they_are_served():
             if enabled:
                 tls = endpoint["tlsConfig"]
                 shown = {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]}
-                # What verifiers show drafters, and their own certificate at their own port.
+                # A drafter's metrics need the verifiers' client certificate, a verifier's metrics its own certificate.
                 volume = {"drafter": "drafter-client-tls", "verifier": "verifier-tls"}[name]
                 assert shown == {secrets_of(manifests, "verifier")[volume]}
 
@@ -175,7 +175,7 @@ def test_alerts_look_for_the_jobs_that_pods_are_scraped_as():
         for name, monitor in of_kind(manifests, "PodMonitor").items()
     }
     compose = {job["job_name"] for job in deployment.read("prometheus/prometheus.yml")["scrape_configs"]}
-    assert asked == scraped == compose - {"gateway"}  # smg's metrics have no alerts here
+    assert asked == scraped == compose - {"gateway"}  # smg's metrics have no alerts
 
 
 def test_pods_are_locked_down(manifests):

@@ -1,4 +1,4 @@
-"""The chart's gateway: smg finds the verifiers' pods, and nobody else reaches them."""
+"""The chart's gateway: smg finds the verifiers' pods, and no other pod reaches them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_the_option_there_is_none():
 
 
 def arguments(manifests: list[dict]) -> dict[str, list[str]]:
-    """The options of smg, each with its values."""
+    """Return the options of smg, each with its values."""
     given: dict[str, list[str]] = {}
     for argument in container(pods(manifests)["gateway"])["args"]:
         if argument.startswith("--"):

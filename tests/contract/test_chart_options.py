@@ -1,4 +1,4 @@
-"""What the chart's values change: one pod for both services, downloads, caches, gateways, and what is refused."""
+"""Values of the chart: one pod for both services, downloads, caches, gateways, and refused values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def full() -> list[dict]:
 
 
 def containers(manifests: list[dict]) -> dict[str, dict]:
-    """Both services' containers of the only pod."""
+    """Return the containers of both services in the only pod."""
     (pod,) = pods(manifests).values()
     return {each["name"]: each for each in pod["spec"]["containers"]}
 
@@ -53,7 +53,7 @@ def test_a_colocated_drafter_is_in_the_pod_of_its_verifier(colocated):
     for kind in ("Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "HorizontalPodAutoscaler"):
         assert of_kind(colocated, kind).keys() == {"verifier"}
     assert containers(colocated).keys() == {"drafter", "verifier"}
-    # Containers of a pod share its network namespace, and so the sockets at which they agree on memory.
+    # Containers of a pod share its network namespace, and with it the sockets of the rendezvous.
     address = colocated_options(colocated, "drafter")["listen"]
     assert address.startswith("127.0.0.1:")
     assert colocated_options(colocated, "verifier")["drafters"] == address
@@ -249,7 +249,7 @@ def test_a_headless_service_leads_to_the_pods():
 
 
 def test_a_route_leads_from_a_gateway_to_the_verifiers(full):
-    """GRPCRoute of Gateway API 1.1, whose schema is not among those of Kubernetes."""
+    """The route is a GRPCRoute of Gateway API 1.1; Kubernetes' schemas do not include it."""
     (route,) = (manifest for manifest in full if manifest["kind"] == "GRPCRoute")
     assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
     assert route["metadata"]["annotations"] == {"team": "inference"}

@@ -1,4 +1,4 @@
-"""Files, functions and names of tests keep their limits; tests touch nothing private of the code under test."""
+"""Limits on the length of files, functions and test names; tests use no private names of the code under test."""
 
 from __future__ import annotations
 

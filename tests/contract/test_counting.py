@@ -1,4 +1,4 @@
-"""Messages are counted where gRPC encodes and decodes them, the same at both ends."""
+"""Messages are counted where gRPC encodes and decodes them, with equal counts at both ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Drafter(draft_pb2_grpc.DraftingServicer):
 
 
 def count_calls(call: Any) -> tuple[Counted, Counted]:
-    """What a verifier and a drafter count while `call` uses a stub and the channel beneath."""
+    """Return what a verifier and a drafter count while `call` uses a stub and its channel."""
     counted: tuple[Counted, Counted] = ([], [])
 
     def counting(end: Counted) -> Any:

@@ -33,7 +33,7 @@ def test_the_dashboard_is_what_its_generator_writes():
 
 SOURCE = "".join((ROOT / path).read_text() for path in METRIC_SOURCES)
 EXPORTED = set(re.findall(r'"(draftwire_\w+)"', SOURCE))
-# What follows a metric's name in its samples, by what makes it; the first stands in the tables of docs/operations.md.
+# Suffixes of a metric's samples, by the function that makes the metric; docs/operations.md lists the first suffix.
 HISTOGRAM = ("", "_bucket", "_sum", "_count")
 SAMPLES = {
     "GaugeMetricFamily": ("",),
@@ -50,7 +50,7 @@ PROMTOOL = (
 
 
 def metrics_of(query: str) -> set[str]:
-    """Metrics that a query asks for, as the services define them."""
+    """Return the metrics that a query uses, by their names in the services' code."""
     return {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"draftwire_\w+", query)}
 
 
@@ -67,7 +67,7 @@ def test_every_metric_of_an_alert_is_exported():
 
 
 def derived_metrics() -> set[str]:
-    """Metrics that prometheus-adapter makes of ours under names of its own."""
+    """Return the metrics that prometheus-adapter derives from Draftwire's under new names."""
     derived = set()
     for rule in read("helm/prometheus-adapter.yaml")["rules"]["custom"]:
         if "name" in rule:
@@ -83,7 +83,7 @@ def test_every_metric_and_alert_is_documented_and_no_other():
     exported = {name + SAMPLES[maker][0] for maker, name in made}
     samples = {name + suffix for maker, name in made for suffix in SAMPLES[maker]}
     pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in ("operations", "deploy")]
-    operations, deploy = (re.sub(r"\bdraftwire_bench\.", "", page) for page in pages)  # a package, and no metric
+    operations, deploy = (re.sub(r"\bdraftwire_bench\.", "", page) for page in pages)  # a package, not a metric
     assert exported - set(re.findall(r"draftwire_\w+", operations)) == set()
     assert set(re.findall(r"draftwire_\w+", operations + deploy)) - samples - derived_metrics() == set()
     alerts = {alert["alert"] for alert in ALERTS}
@@ -110,7 +110,7 @@ def test_prometheus_scrapes_the_same_with_tls():
 
 
 def own_compose() -> list[str]:
-    """How compose is called here, by the check of the containers."""
+    """Return the compose command of this machine, as the container check calls it; skip the test without compose."""
     try:
         return compose_command()
     except (click.ClickException, FileNotFoundError) as error:
@@ -145,7 +145,7 @@ def test_containers_are_locked_down():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert "privileged" not in service
-    # The user of the image; an overlay gives no rights back.
+    # Containers run as the image's user, and no overlay gives rights back.
     assert images.USER >= 10000
     for name in ("docker-compose", *OVERLAYS):
         assert all("user" not in service for service in services(name).values())

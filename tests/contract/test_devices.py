@@ -1,4 +1,4 @@
-"""What a device says of itself."""
+"""`check_context` finds out whether a device still works."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_a_cpu_is_never_lost() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_lost_by_what_fails_on_it_and_not_by_being_busy() -> None:
-    """In a process of its own, which can use the GPU no more."""
+    """The program runs in a separate process, which cannot use the GPU afterwards."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=200)
     assert ended.stdout.split() == ["busy", "True", "failed", "lost"]

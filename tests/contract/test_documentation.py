@@ -1,4 +1,4 @@
-"""Every part of the contract is documented where it stands, within its limits, and pages stay readable."""
+"""Every declaration of the contract has a comment that agrees with its limits, and pages keep rules for their form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Declaration(NamedTuple):
 
 
 def declarations(proto: Path) -> Iterator[Declaration]:
-    """Each declaration with the comment lines right above it."""
+    """Yield each declaration with the comment directly above it."""
     comment: list[str] = []
     scopes: list[str] = []
     for line in proto.read_text(encoding="utf-8").splitlines():
@@ -54,7 +54,7 @@ COMMENTS = {entry.path: entry.comment for proto in PROTOS for entry in declarati
 
 
 def all_fields() -> dict[str, FieldDescriptor]:
-    """Fields by the path that `declarations` gives them."""
+    """Return the fields by the path that `declarations` gives them."""
     return {
         ".".join(filter(None, [message.name, field.containing_oneof and oneof_scope(field), field.name])): field
         for module in MODULES
@@ -64,7 +64,7 @@ def all_fields() -> dict[str, FieldDescriptor]:
 
 
 def oneof_scope(field: FieldDescriptor) -> str:
-    # An `optional` field is in a oneof of its own, named after it, that is not written in the file.
+    # protoc puts each `optional` field into a synthetic oneof, which is not written in the file.
     oneof = field.containing_oneof
     return "" if oneof.name == f"_{field.name}" else oneof.name
 
@@ -98,7 +98,7 @@ def limits(path: str) -> config_pb2.Limits:
 
 
 def interval(text: str) -> tuple[str, float, float | str] | None:
-    """(bracket, low, high) of the first interval in the words; high is its text when it names another field."""
+    """Return (bracket, low, high) of the first interval in the text; high is a string if it names another field."""
     match = re.search(r"([\[(])(-?[\d.]+), ([^\])]+)([\])])", text)
     if match is None:
         return None
@@ -127,7 +127,7 @@ def test_words_give_the_range_of_the_limits(path):
     assert (bracket == "(", low) == (limit.exclusive_min, limit.min)
     if isinstance(high, float):
         assert high == (limit.max if limit.HasField("max") else math.inf)
-    else:  # a limit that depends on another field, checked across fields
+    else:  # a limit that depends on another field
         assert high in ("max_tokens", "k + 1", "draft vocabulary size")
 
 
@@ -167,7 +167,7 @@ OTHER_PAGES = (
 )
 PAGES = sorted([*(ROOT / page for page in OTHER_PAGES), *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9][0-9][0-9]-*.md"))
-TABLE_LINE = re.compile(r"\s*[|┏┃┡│└]")  # of a Markdown table, or of a terminal's
+TABLE_LINE = re.compile(r"\s*[|┏┃┡│└]")  # of a Markdown table or a terminal's table
 CODE_BLOCK = re.compile(r"^\s*```.*?^\s*```", re.MULTILINE | re.DOTALL)
 
 
@@ -176,7 +176,7 @@ def page_id(page: Path) -> str:
 
 
 def heading_anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Return the anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.+)$", CODE_BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What is put inside of a message as it is encoded is there when it is decoded."""
+"""Tensors that are inserted into a message during encoding are there after decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def without_elements(tensor: torch.Tensor) -> pb.Tensor:
     return message
 
 
-# One byte more or less of length takes a byte more of every head around it.
+# Row counts around those at which the length varints of the enclosing messages grow by a byte.
 @pytest.mark.parametrize("rows", [0, 1, 7, 15, 16, 17, 31, 2047, 2048, 2049, 300_000])
 def test_features_arrive_inside_of_their_step(rows):
     features = torch.arange(4 * rows, dtype=torch.bfloat16).reshape(rows, 4)

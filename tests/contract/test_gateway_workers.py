@@ -1,4 +1,4 @@
-"""What starts smg in the compose network."""
+"""The script that starts smg in the compose network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deployment import DEPLOY, arguments, services
 
-# In place of smg: prints its arguments and, once it is there, the file of workers.
+# A fake smg, which prints its arguments, then the file of workers as soon as the file exists.
 FAKE = '#!/bin/sh\necho "$@"\nwhile [ ! -e "$TMPDIR/workers.json" ]; do sleep 0.1; done\ncat "$TMPDIR/workers.json"\n'
 
 

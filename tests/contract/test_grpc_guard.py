@@ -1,4 +1,4 @@
-"""The server's private base class: what it is guarded from, and that it is the one that was tested."""
+"""`GuardedServer` survives invalid method names, and gRPC's private base class is the tested one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftwire.server.grpc_guard import GuardedServer
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc
 
-# Of grpcio 1.85.3. Where this differs, read `_server_main_loop` again: it decodes names, and calls `_request_call`.
+# Of grpcio 1.85.3. If this set differs, review `_server_main_loop`: it decodes names and calls `_request_call`.
 METHODS = {
     "_make_request_call_future",
     "_request_call",

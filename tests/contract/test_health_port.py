@@ -1,4 +1,4 @@
-"""The health service on a separate plain-text port, while the service itself asks for client certificates."""
+"""The health service on a separate plain-text port of a service that requires client certificates."""
 
 from __future__ import annotations
 

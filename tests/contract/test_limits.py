@@ -1,4 +1,4 @@
-"""The table of limits in docs/contract.md says what the code enforces."""
+"""The table of limits in docs/contract.md matches the code."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ READINGS = (VERIFIER_READING, drafter.READING)
 
 
 def both(name: str) -> str:
-    """A limit of the verifier and one of the drafter, in all and of one connection."""
+    """Return a limit of the verifier and of the drafter, each in total and per connection, as the table words it."""
     return "; ".join(
         f"{getattr(limits, name)}, and {getattr(limits, f'{name}_of_peer')} per connection" for limits in READINGS
     )
 
 
 def options(name: str) -> str:
-    """What both servers tell gRPC."""
+    """Return the value of a gRPC server option at the verifier and at the drafter."""
     return "; ".join(str(dict(limits.options())[name]) for limits in READINGS)
 
 

@@ -1,4 +1,4 @@
-"""Ports and files that a service needs are tried before it loads anything."""
+"""A service checks its ports and files before it loads a model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_verifier_names_drafters_with_a_scheme(scheme: str) -> None:
 
 
 def failure(command: click.Command, *arguments: str) -> str:
-    """What a service says of options, none of whose models exist."""
+    """Return the error of a service that is started with these options and with models that do not exist."""
     options = ("--target", "./missing", "--listen", "127.0.0.1:0", "--device", "cpu")
     result = CliRunner().invoke(command, [*options, *arguments])
     assert isinstance(result.exception, DraftwireError)

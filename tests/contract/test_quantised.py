@@ -1,4 +1,4 @@
-"""Quantised targets and heads are refused by name, with what is served, and no library's advice reaches the user."""
+"""Errors for quantised targets and heads name the served dtypes and contain no installation advice of libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **cha
 
 
 def refused(directory: Path, *, dummy: bool = False) -> list[str]:
-    """What the verifier says of a directory as a target, and the drafter of it as a head."""
+    """Return the errors of the verifier for a directory as target and of the drafter for it as head."""
     texts = []
     with pytest.raises(CheckpointError) as caught:
         load_target(directory, "organisation/model", torch.float32, CPU, dummy=dummy)

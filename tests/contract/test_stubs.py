@@ -1,4 +1,4 @@
-"""The checked-in stubs are those of the .proto files."""
+"""The checked-in stubs match the .proto files."""
 
 from __future__ import annotations
 

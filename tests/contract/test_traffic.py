@@ -1,4 +1,4 @@
-"""Bytes between the services: every one is counted once, whatever carries it."""
+"""Every byte between the services is counted once, with any carrier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_tensor_in_shared_memory_is_counted_separately():
     features = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[5, 6], span=pb.SharedSpan(generation=1))
     request = pb.DraftRequest(step=pb.DraftStep(features=features))
     traffic.count_message("direct", "sent", request, request.ByteSize())
-    for carrier in (pb.CARRIER_SHM, pb.CARRIER_BYTES):  # of which the latter is in the message
+    for carrier in (pb.CARRIER_SHM, pb.CARRIER_BYTES):  # with the second carrier, the tensor is part of the message
         traffic.count_tensor(carrier, "sent", "features", 120)
     assert counts(traffic) == {
         ("direct", "sent", "message"): request.ByteSize(),
@@ -52,7 +52,7 @@ def test_a_lie_about_a_shape_counts_no_more_bytes_than_were_sent():
 
 @pytest.mark.timeout(30)
 def test_a_shape_of_a_million_dimensions_is_not_multiplied():
-    """The product would hold the interpreter for an hour, before any check of the message."""
+    """Computing the product would block the interpreter for an hour, before any check of the message."""
     traffic = Traffic()
     lie = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**32 - 1] * 1_000_000, data=bytes(8))
     answer = pb.DraftResponse(drafts=pb.Drafts(logits=lie))

@@ -1,4 +1,4 @@
-"""Every rule of SamplingParams and SpeculativeConfig, with its message."""
+"""Every rule of SamplingParams and SpeculativeConfig, with its error message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses, and options of the connections."""
+"""Addresses and gRPC channel options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftwire.contract.errors import InvalidArgumentError
 
 @pytest.mark.parametrize("name", [name for name, _ in CHANNEL_OPTIONS])
 def test_grpc_knows_the_option(name: str) -> None:
-    # gRPC passes over options that it does not know; the names stand in its library.
+    # gRPC ignores unknown options; the names of known options are in its library.
     assert name.encode() in Path(cygrpc.__file__).read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Both services as processes, shared by the tests of a group."""
+"""Fixtures with both services as processes, shared by the tests of a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pairs(shelf: ModelShelf, tmp_path_factory):
-    """Verifiers by target, each with the drafter of the head last asked for."""
+    """A function that returns the `Pair` of a target; each pair starts once."""
     running: dict[str, Pair] = {}
 
     def pair_of(target: str) -> Pair:
@@ -33,7 +33,7 @@ def pairs(shelf: ModelShelf, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def references(shelf: ModelShelf):
-    """What transformers says with each target."""
+    """A function that returns the transformers reference of a target."""
     made: dict[str, Reference] = {}
 
     def reference_of(target: str) -> Reference:
@@ -46,7 +46,7 @@ def references(shelf: ModelShelf):
 
 @pytest.fixture
 def llama(pairs) -> Pair:
-    """The Llama with its good head."""
+    """The Llama target with its good head."""
     pair = pairs("llama")
     pair.use("good")
     return pair

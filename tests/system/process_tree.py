@@ -12,7 +12,7 @@ from draftwire_bench.processes import ServiceProcess
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that come from `pid`, itself left out."""
+    """Return the processes that `pid` has started, directly or indirectly."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -27,23 +27,23 @@ def descendants(pid: int) -> list[int]:
 
 
 def spawned_child(process: ServiceProcess) -> int:
-    """The only child that was spawned, for which Python's own helper is none."""
+    """Return the only child that multiprocessing spawned; Python's resource tracker does not count."""
     (child,) = (pid for pid in descendants(process.pid) if parent_of(pid) == process.pid and is_spawned(pid))
     return child
 
 
 def parent_of(pid: int) -> int:
-    """The process that has started `pid`."""
+    """Return the parent process of `pid`."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_spawned(pid: int) -> bool:
-    """Whether multiprocessing has started it."""
+    """Return whether multiprocessing spawned the process."""
     return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def is_running(pid: int) -> bool:
-    """Whether it has not ended."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -52,7 +52,7 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def all_ending(process: ServiceProcess) -> Iterator[int]:
-    """Gives the id of the spawned child; in the end no process of the service is to be left."""
+    """Yield the id of the spawned child; on exit, wait until all processes of the service have ended."""
     own = descendants(process.pid)
     yield spawned_child(process)
     wait_for(lambda: not process.running, "the service ended")

@@ -1,4 +1,4 @@
-"""What the tests of the whole system share: pairs of processes, crowds of requests, transformers as the reference."""
+"""Shared by the system tests: pairs of services, concurrent requests, transformers as the reference."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from draftwire_bench.processes import ServiceProcess, start_drafter, start_verif
 from models import load_reference
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
-# Scores nearer to each other than this are within rounding: verifying and decoding are products of different shapes.
+# Rounding may swap logits closer than this: verify and decode steps multiply matrices of different shapes.
 ROUNDING = 2e-4
 
 
 def drafter_status(client: Client, address: str) -> pb.DrafterStatus:
-    """How the verifier sees the drafter at `address`."""
+    """Return the verifier's status of the drafter at `address`."""
     return next(status for status in client.info().drafters if status.address == address)
 
 
 def wait_for_drafter(client: Client, address: str, state: pb.DrafterState = pb.DRAFTER_STATE_READY) -> None:
-    """Waits until the verifier sees the drafter in `state`."""
+    """Wait until the verifier reports the drafter in `state`."""
     name = pb.DrafterState.Name(state)
     wait_for(lambda: drafter_status(client, address).state == state, f"{name} of the drafter at {address}")
 
@@ -54,7 +54,7 @@ class Pair:
         self._head: str | None = None
 
     def use(self, head: str | None) -> None:
-        """Has the drafter serve that head, None for no drafter."""
+        """Run the drafter with that head; None stops the drafter."""
         if head != self._head or (self.drafter is not None and not self.drafter.running):
             self.kill_drafter()
             if head is not None:
@@ -62,20 +62,20 @@ class Pair:
                 wait_for_drafter(self.client, self.drafter_address)
 
     def kill_drafter(self) -> None:
-        """Ends the drafter, if there is one, as a crash would, and waits until the verifier has seen it."""
+        """Kill the drafter, if one runs, and wait until the verifier has noticed."""
         if self.drafter is not None:
             self.drafter.kill()
             self.drafter, self._head = None, None
             wait_for_drafter(self.client, self.drafter_address, pb.DRAFTER_STATE_CONNECTING)
 
     def start_drafter(self, head: str) -> None:
-        """Starts a drafter at the address that the verifier knows; it is healthy then, but perhaps not connected."""
+        """Start a healthy drafter at the address that the verifier knows; it may not be connected yet."""
         listen = ("--listen", self.drafter_address, "--device", "cpu")
         log = self._logs / f"drafter-{head}.log"
         self.drafter, self._head = start_drafter(self._heads[head], self.target, *listen, log_path=log), head
 
     def stop(self) -> None:
-        """Ends both at once; how they end orderly is tested with the processes."""
+        """Kill both processes; other tests cover the orderly shutdown."""
         self.client.close()
         for process in (self.verifier, self.drafter):
             if process is not None:
@@ -86,31 +86,31 @@ Call = tuple[Sequence[int] | str, Mapping[str, Any]]
 
 
 def crowd(client: Client, calls: Sequence[Call], at_once: int = 16) -> list[Completion]:
-    """The completions of `calls` (prompt, options), `at_once` of them in flight: others join when some leave."""
+    """Return the completions of `calls` (prompt, options), with at most `at_once` in flight."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda call: client.complete(call[0], **call[1]), calls))
 
 
-# The test pair's drafts are accepted at 0.18 to 0.29 in these tests, four drafts a step.
+# In these tests 0.18 to 0.29 of the test pair's drafts are accepted, with four drafts a step.
 LEAST_ACCEPTANCE = 0.12
 
 
 def acceptance_rate(completions: Sequence[Completion]) -> float:
-    """Share of the verified drafts that were accepted."""
+    """Return the share of verified drafts that were accepted."""
     drafted = sum(sum(completion.statistics.drafted) for completion in completions)
     assert drafted > 0, "no draft was verified"
     return sum(sum(completion.statistics.accepted) for completion in completions) / drafted
 
 
 def drafted_share(completions: Sequence[Completion]) -> float:
-    """Share of the output tokens that are accepted drafts."""
+    """Return the share of output tokens that are accepted drafts."""
     flags = [flag for completion in completions for flag in completion.drafted]
     return sum(flags) / len(flags)
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What transformers says after a prompt."""
+    """A prompt and its greedy continuation by transformers."""
 
     prompt: list[int]
     tokens: list[int]
@@ -125,7 +125,7 @@ class Reference:
     length: int = 48
     model: Any = field(init=False)
     continuations: list[Continuation] = field(init=False)
-    """Those in which no two scores at the top are within rounding of each other."""
+    """Only continuations whose two best logits always differ by more than `ROUNDING`."""
 
     def __post_init__(self) -> None:
         self.model = load_reference(self.directory)
@@ -138,7 +138,7 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], length: int) -> tuple[list[int], float]:
-        """The continuation, up to and with the end token, and the smallest distance of its two best scores."""
+        """Return the continuation, including its end token, and the smallest gap between the two best logits."""
         ids = torch.tensor([list(prompt)])
         out = self.model.generate(
             ids,

@@ -16,7 +16,7 @@ PROMPTS = (
     "async def fetch(url, timeout=10):\n    ",
 )
 LENGTH = 12
-# The processes start at once; a machine under load takes its time.
+# Starting a service is slow on a loaded machine.
 START_S = 600.0
 
 

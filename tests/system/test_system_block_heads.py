@@ -1,4 +1,4 @@
-"""A DSpark head, alone and in place of an EAGLE head behind the same verifier: greedy output stays the target's."""
+"""A DSpark head, alone and as the replacement of an EAGLE head: greedy output is the target's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GUMBEL = {"num_speculative_tokens": 7, "draft_sample_method": "gumbel", "draft_l
 
 
 class Processes:
-    """A verifier that knows two drafters' addresses, and the drafters that run."""
+    """A verifier with the addresses of two drafters, and the running drafters."""
 
     def __init__(self, target: Path, heads: dict[str, Path], logs: Path) -> None:
         self.addresses = {name: free_address() for name in heads}
@@ -58,7 +58,7 @@ class Processes:
         self.client = Client(self.verifier.address)
 
     def start(self, name: str) -> None:
-        """Starts a drafter and waits until the verifier drafts with it."""
+        """Start a drafter and wait until the verifier reports it ready."""
         options = ("--device", "cpu", "--listen", self.addresses[name])
         dummy = ("--load-format", "dummy") if name == "dspark" else ()
         log = self._logs / f"{name}.log"
@@ -66,12 +66,12 @@ class Processes:
         wait_for_drafter(self.client, self.addresses[name])
 
     def kill(self, name: str) -> None:
-        """Kills a drafter and waits until the verifier has seen it."""
+        """Kill a drafter and wait until the verifier has noticed."""
         self.running.pop(name).kill()
         wait_for_drafter(self.client, self.addresses[name], generate_pb2.DRAFTER_STATE_CONNECTING)
 
     def drafted(self, name: str) -> int:
-        """Drafts of a drafter that were verified."""
+        """Return the number of a drafter's drafts that were verified."""
         return drafter_status(self.client, self.addresses[name]).drafted
 
     def stop(self) -> None:
@@ -101,7 +101,7 @@ def processes(verifier: Processes) -> Iterator[Processes]:
 
 @pytest.fixture
 def calls(references):
-    """Requests, and what transformers says after their prompts."""
+    """Requests, and their expected tokens by transformers."""
     continuations = references("llama").continuations[:10]
     asked = [(c.prompt, {"temperature": 0, "max_tokens": 24, "num_speculative_tokens": 7}) for c in continuations]
     return asked, [c.tokens[:24] for c in continuations]
@@ -114,7 +114,7 @@ def tokens(completions) -> list[list[int]]:
 def test_greedy_output_with_a_dspark_head(processes: Processes, calls) -> None:
     asked, expected = calls
     processes.start("dspark")
-    for _ in range(2):  # the second time prompts are found in the prefix cache, features beside them
+    for _ in range(2):  # the second time, prompts and their features are in the prefix cache
         completions = crowd(processes.client, asked)
         assert tokens(completions) == expected
         assert min(sum(completion.statistics.drafted) for completion in completions) > 0
@@ -129,7 +129,7 @@ def test_greedy_output_with_a_dspark_head(processes: Processes, calls) -> None:
 
 
 def test_a_dspark_head_replaces_an_eagle_head_without_downtime(processes: Processes, calls) -> None:
-    """The old drafter ends while requests run; they move to the new one, whose head takes other features."""
+    """The old drafter ends while requests run; the requests move to the new one, whose head uses other features."""
     asked, expected = calls
     processes.start("eagle")
     assert tokens(crowd(processes.client, asked)) == expected

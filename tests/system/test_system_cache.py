@@ -1,7 +1,7 @@
-"""Greedy output is what transformers says where requests share a cache that is too small for them, and prefixes in it.
+"""Greedy output equals transformers' when requests preempt each other or share cached prefixes.
 
-On the CPU, and on a GPU where there is one; transformers computes in float32 on the CPU for both. And a prefix that is
-in the cache costs no accepted draft.
+Runs on the CPU, and on a GPU if there is one; transformers always computes in float32 on the CPU. A cached prefix
+costs no accepted drafts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.xdist_group("cache")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-# One request of full length, and a little.
+# The cache holds one request of full length, plus 16 tokens.
 MAX_MODEL_LEN, KV_CACHE_TOKENS = 192, 208
-# Short ones that begin at once have room, and outgrow it together.
+# All these prompts fit into the cache together, but their outputs do not.
 SHORT = (
     "def fibonacci(n):\n    ",
     "import os\nimport sys\n\n\ndef main():\n",
@@ -72,7 +72,7 @@ def alike() -> Reference:
 
 @pytest.fixture(scope="module", params=DEVICES)
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Of a verifier whose cache is tiny, with a drafter."""
+    """Client of a verifier with a tiny cache and one drafter."""
     logs = tmp_path_factory.mktemp("cache-logs")
     place = ("--device", request.param, "--dtype", "float32")
     sizes = ("--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-tokens", str(KV_CACHE_TOKENS), "--max-num-seqs", "8")
@@ -89,7 +89,7 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def complete_all(client: Client, reference: Reference, at_once: int) -> Sequence[Completion]:
-    """The completions of all prompts, `at_once` in flight, which must be the reference's."""
+    """Return the completions of all prompts, `at_once` in flight; check that they equal the reference."""
     options = {"temperature": 0, "max_tokens": reference.length}
     completions = crowd(client, [(one.prompt, options) for one in reference.continuations], at_once)
     for completion, continuation in zip(completions, reference.continuations, strict=True):
@@ -108,13 +108,13 @@ def test_requests_that_share_first_blocks_match_transformers(client, alike):
     before = client.info().counters.prefix_hit_rows
     completions = complete_all(client, alike, at_once=1)
     hits = [completion.statistics.prefix_hit_tokens for completion in completions]
-    assert min(hits[1:]) > 48  # of the prefix's tokens
+    assert min(hits[1:]) > 48  # tokens of the prefix
     assert client.info().counters.prefix_hit_rows - before == sum(hits)
 
 
 @pytest.mark.xdist_group("demo")
 def test_a_cached_prompt_has_as_many_drafts_accepted_as_before(demo: Pair) -> None:
-    """Features of rows that are not computed again are sent from where they are kept, here in two pieces."""
+    """Features of cached rows are not computed again but sent from the cache, here in two pieces."""
     prompt = PREFIX + 5 * "\n\n".join(SHORT) + ENDINGS[2]
     first, again = (demo.client.complete(prompt, temperature=0, max_tokens=96) for _ in range(2))
     assert first.statistics.prefix_hit_tokens == 0

@@ -1,4 +1,4 @@
-"""Services that are told to end by a signal: what runs ends well, what comes is refused, and the exit status is 0."""
+"""Services ended by a signal: running requests finish, new ones are refused, and the exit status is 0."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from draftwire_bench.processes import ServiceProcess, start_drafter, start_verif
 pytestmark = pytest.mark.xdist_group("drain")
 
 PROMPT = "def read_lines(path):\n"
-# Long enough to run when a signal arrives, on any machine.
+# Long enough to be still running when the signal arrives.
 LONG = {"temperature": 0, "max_tokens": 600, "ignore_eos": True, "num_speculative_tokens": 0}
 EXIT_S = 60.0
 
 
 @contextmanager
 def ended(process: ServiceProcess) -> Iterator[ServiceProcess]:
-    """Kills it in the end, whatever has become of it."""
+    """Kill the process on exit."""
     try:
         yield process
     finally:
@@ -38,7 +38,7 @@ def ended(process: ServiceProcess) -> Iterator[ServiceProcess]:
 
 @pytest.fixture(scope="module")
 def greedy(references):
-    """Prompts and what transformers says after them."""
+    """Prompts and their greedy continuations by transformers."""
     return references("llama").continuations
 
 

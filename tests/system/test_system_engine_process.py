@@ -1,4 +1,4 @@
-"""A verifier whose engine has a process answers as one without; its processes, and a split target's, end together."""
+"""The engine in a separate process: answers do not change, and all processes, also of a split target, end together."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.xdist_group("engine_process")
 
 TEXT = "def read_lines(path):\n"
 PROMPT = [5, 6, 7]
-# Long enough to run when a process is ended, on any machine.
+# Long enough to be still running when a process is ended.
 LONG = {"temperature": 0, "max_tokens": 80, "ignore_eos": True}
 OPTIONS = ("--device", "cpu", "--metrics-listen", "127.0.0.1:0", "--draft-deadline-ms", "off", "--no-adaptive-k")
-# How verifiers are ended, by their further options.
+# Ways to end a verifier, each with the options of that verifier.
 SPLIT = ("--tensor-parallel-size", "2")
 ENDED = {
     "asked to end": ("--engine-process", *SPLIT),
@@ -35,7 +35,7 @@ ENDED = {
     "front killed": ("--engine-process", *SPLIT),
     "rank killed": SPLIT,
 }
-# More processes start at once than a small machine has cores.
+# More processes start concurrently than a small machine has cores.
 START_TIMEOUT_S = 240.0
 
 
@@ -47,7 +47,7 @@ def drafter() -> Iterator[ServiceProcess]:
 
 @pytest.fixture(scope="module")
 def verifiers(drafter) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
-    """With the engine in the one process, and in one of its own; both with the same drafter."""
+    """Two verifiers with the same drafter: without and with a separate process for the engine."""
 
     def start(option: str) -> ServiceProcess:
         return start_verifier(DEMO / "target", [drafter.address], *OPTIONS, option, timeout_s=START_TIMEOUT_S)
@@ -63,7 +63,7 @@ def verifiers(drafter) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
 
 @pytest.fixture(scope="module")
 def ending(shelf) -> Iterator[dict[str, ServiceProcess]]:
-    """Verifiers to be ended, started side by side."""
+    """Verifiers for the tests that end one, started concurrently."""
 
     def start(how: str) -> ServiceProcess:
         options = ("--device", "cpu", "--kv-cache-tokens", "1024", *ENDED[how])
@@ -86,7 +86,7 @@ def test_output_is_the_same(verifiers):
     answers = []
     for process in verifiers:
         with Client(process.address) as client:
-            done = crowd(client, calls, at_once=1)  # in company, scores differ by rounding
+            done = crowd(client, calls, at_once=1)  # in larger batches, logits differ by rounding
             assert drafted_share(done[:1]) > 0.3
             answers.append([(c.token_ids, c.text, c.logprobs, c.finish_reason, c.stop_text) for c in done])
     assert answers[0] == answers[1]
@@ -137,7 +137,7 @@ def test_asked_to_end_all_finish_what_runs(ending):
     with all_ending(process), Client(process.address) as client:
         output = client.generate(PROMPT, **LONG)
         chunks = [next(output)]
-        # As a service manager, or a terminal, that signals every process of the service.
+        # A service manager or a terminal signals every process of the service.
         for child in filter(is_spawned, descendants(process.pid)):
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(child, number)

@@ -1,8 +1,8 @@
-"""Two verifiers share a drafter that has room for a few sequences: the flood of one leaves the other its part.
+"""Two verifiers share a drafter with few slots: a flood of requests at one does not reduce the other's drafts.
 
-Draft deadlines are off, and adaptive k with them: with either, how long a step takes on a busy machine decides how many
-steps have drafts, and the flood takes cores as well as slots (docs/operations.md has the figures). Without, what a
-verifier gets is decided by the drafter's slots and cache alone.
+Draft deadlines are off, which also turns adaptive k off. With either, step times decide how many steps have drafts,
+and the flood takes CPU cores too (figures: docs/operations.md). Without both, only the drafter's slots and cache
+decide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LOSS = 0.05
 
 
 def drafted_steps(completions: Sequence[Completion]) -> float:
-    """Share of the verify steps that had drafts."""
+    """Return the share of verify steps that had drafts."""
     statistics = [completion.statistics for completion in completions]
     return sum(one.drafted[0] for one in statistics) / sum(one.verify_steps for one in statistics)
 

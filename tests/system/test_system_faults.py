@@ -1,4 +1,4 @@
-"""Drafters that die, hang, come late or are shared: every request completes with the same greedy output."""
+"""Drafters that die, hang, start late or are shared: every request completes with the same greedy output."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from draftwire_bench.processes import start_drafter, start_verifier
 
 pytestmark = pytest.mark.xdist_group("faults")
 
-# Stated in the project's plan: drafting is back within this many seconds of the drafter's being healthy again.
+# Required recovery time: drafting resumes within this many seconds after the drafter is healthy again.
 RECOVERY_S = 10.0
-# So long are drafts waited for: a machine that is busy with other tests too has them in time.
+# Long enough for drafts to arrive on a machine that also runs other tests.
 DEADLINE_MS = "1000"
 
 
@@ -48,7 +48,7 @@ def continuations(references):
 
 
 class Requests:
-    """Greedy requests in a background thread, one batch after another until told to stop."""
+    """Greedy requests in a background thread, batch after batch until the context exits."""
 
     def __init__(self, client: Client, continuations) -> None:
         self._client = client
@@ -62,7 +62,7 @@ class Requests:
         try:
             while not self._stopping.is_set():
                 self.batches.append(say(self._client, self._continuations))
-        except BaseException as error:  # told in the test's thread
+        except BaseException as error:  # raised in the test's thread
             self._error = error
 
     def __enter__(self):
@@ -76,11 +76,11 @@ class Requests:
             raise self._error
 
     def wait_until_running(self) -> None:
-        """Waits for a moment at which requests are in mid-generation."""
+        """Wait until several requests are running."""
         wait_for(lambda: self._error is not None or self._client.info().requests_running > 1, "requests are running")
 
     def wait_for_share(self, condition: Callable[[float], bool], what: str) -> None:
-        """Waits for a batch, begun after now, of whose tokens such a share are accepted drafts."""
+        """Wait for a batch, started after this call, whose `drafted_share` meets the condition."""
         old = len(self.batches) + 1
         wait_for(
             lambda: self._error is not None or any(condition(drafted_share(batch)) for batch in self.batches[old:]),
@@ -89,7 +89,7 @@ class Requests:
 
 
 def say(client: Client, continuations) -> list[Completion]:
-    """Completes all continuations at once and checks that they are transformers'."""
+    """Complete all prompts concurrently and check that the tokens equal transformers'."""
     options = {"temperature": 0, "max_tokens": 48, "num_speculative_tokens": 4}
     completions = crowd(client, [(c.prompt, options) for c in continuations])
     assert [list(completion.token_ids) for completion in completions] == [c.tokens for c in continuations]
@@ -97,7 +97,7 @@ def say(client: Client, continuations) -> list[Completion]:
 
 
 def is_high(share: float) -> bool:
-    """Whether drafts are accepted throughout."""
+    """Return whether most output tokens are accepted drafts."""
     return share > 0.5
 
 
@@ -143,7 +143,7 @@ def test_a_hanging_drafter_stops_no_request_and_drafts_again(pair, continuations
 
 
 def test_two_verifiers_share_a_drafter_and_one_verifier_uses_two(pair, shelf, continuations, tmp_path):
-    """The second verifier has the drafter of the first and one of its own, which is then killed."""
+    """The second verifier uses the first verifier's drafter and a second drafter, which is then killed."""
     target, head = shelf.target("llama"), shelf.head("llama", "good")
     second_address = free_address()
     second = start_drafter(

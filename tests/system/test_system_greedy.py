@@ -1,4 +1,4 @@
-"""Greedy output is token for token what transformers.generate gives, whatever the drafter is."""
+"""Greedy output equals that of transformers.generate, token for token, with any drafter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from services import LEAST_ACCEPTANCE, Reference, acceptance_rate, crowd
 from transformers import AutoTokenizer
 
-# A head whose drafts are nearly all wrong for a target with a window and for one without.
+# The random head, whose drafts are nearly all wrong, runs with one target with a sliding window and one without.
 HEADS = {"llama": (None, "random", "good"), "mistral": (None, "random", "good")}
 HEADS |= {"random_llama": (None, "good"), "qwen3": (None, "good")}
 PAIRS = [pytest.param(name, head, marks=pytest.mark.xdist_group(name)) for name, own in HEADS.items() for head in own]
@@ -39,7 +39,7 @@ CODE = (
 
 
 def lengths(count: int, longest: int) -> list[int]:
-    """Different output lengths, long and short ones side by side."""
+    """Return different output lengths, long and short ones mixed."""
     return [1 + (17 * i + 29) % longest for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Limits of processes as their operator has set them: who goes past one is told which, and nobody else notices."""
+"""Limits set by the operator: exceeding one gives an error that names it, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GREEDY = {"temperature": 0, "max_tokens": 48}
 
 @dataclass(frozen=True)
 class Limited:
-    """A drafter with room for one verifier and two sequences, and that verifier, whose context is short."""
+    """A drafter with room for one verifier and two sequences, and a verifier with a short context."""
 
     target: Path
     drafter: ServiceProcess
@@ -38,7 +38,7 @@ class Limited:
     greedy: list[Continuation]
 
     def generate(self, client: Client) -> list[Completion]:
-        """Completions of the prompts whose greedy continuations are known, many at once; they are checked."""
+        """Return the completions of all reference prompts, run concurrently; check their tokens."""
         done = crowd(client, [(one.prompt, GREEDY) for one in self.greedy])
         assert [list(one.token_ids) for one in done] == [one.tokens for one in self.greedy]
         return done
@@ -113,6 +113,6 @@ def test_a_second_verifier_serves_without_drafts_until_room(limited, tmp_path):
         wait_for(lambda: detail in drafter_status(client, address).detail, "the drafter has no room")
         assert drafted_share(limited.generate(client)) == 0
         assert drafter_status(limited.client, address).state == pb.DRAFTER_STATE_READY
-        limited.verifier.stop()  # last of the tests
+        limited.verifier.stop()  # this test runs last
         wait_for_drafter(client, address)
         assert drafted_share(limited.generate(client)) > 0

@@ -1,4 +1,4 @@
-"""The metrics of both services as Prometheus scrapes them: names, labels, and bytes as both ends count them."""
+"""The metrics of both services as Prometheus scrapes them: names, labels, and equal byte counts at both ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftwire_bench.processes import start_drafter, start_verifier
 pytestmark = pytest.mark.xdist_group("metrics")
 
 CONFIG = '{"num_speculative_tokens": 4, "draft_sample_method": "gumbel", "draft_logits": "dense"}'
-# Those of vLLM, by the labels that it has besides those of the model.
+# Metrics that vLLM has too, with their labels except the model's.
 VLLM = {
     "draftwire_num_requests_running": set(),
     "draftwire_num_requests_waiting": set(),
@@ -79,7 +79,7 @@ DRAFTER = SHARED | {
 
 @dataclass
 class Pair:
-    """Where both services tell their metrics, and a client of the verifier, which was given `carriers`."""
+    """Metrics addresses of both services, and a client of the verifier, which was started with `carriers`."""
 
     carriers: str
     verifier: str
@@ -89,7 +89,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=["auto", "bytes"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Both after some load; what they exchange goes by shared memory and directly, or all in messages."""
+    """Both services after some load, connected directly and by shared memory, or by gRPC messages only."""
     pages = free_address(), free_address()
     options = ("--device", "cpu", "--metrics-listen")
     config = ("--speculative-config", CONFIG, "--draft-deadline-ms", "off", "--no-adaptive-k")
@@ -107,7 +107,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def scrape(page: str) -> list[Sample]:
-    """The samples of ours but for those that tell when a series began."""
+    """Return the samples of Draftwire's metrics, without the `_created` ones."""
     with urlopen(f"http://{page}/metrics") as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples]
@@ -121,7 +121,7 @@ def labels_by_name(page: str, model_name: str) -> dict[str, set[str]]:
 
 
 def wire_bytes(page: str) -> dict[tuple[str, str, str], float]:
-    """By carrier, direction as the verifier sees it, and content."""
+    """Return the bytes by carrier, direction (as in the verifier's metrics) and content."""
     turned = {"sent": "received", "received": "sent"}
     found = {}
     for sample in scrape(page):
@@ -151,7 +151,7 @@ def test_each_step_of_the_verifier_is_in_every_phase(pair: Pair):
 
 
 def test_both_ends_count_the_same_bytes_and_none_twice(pair: Pair):
-    # The verifier asks for the drafter's load now and then, which one of the two may have counted already.
+    # The verifier polls the drafter's load; one end may count such a message before the other.
     wait_for(lambda: wire_bytes(pair.verifier) == wire_bytes(pair.drafter), "the two ends agree")
     found, info = wire_bytes(pair.verifier), pair.client.info()
     (traffic,) = [traffic for traffic in info.counters.traffic if traffic.feature_bytes]
@@ -162,5 +162,5 @@ def test_both_ends_count_the_same_bytes_and_none_twice(pair: Pair):
     (status,) = info.drafters
     for direction, num_bytes in (("sent", status.sent_message_bytes), ("received", status.received_message_bytes)):
         messages = [value for key, value in found.items() if key[0] != "shm" and key[1] == direction]
-        # Beside steps and answers: the hellos, the weights of a fusion, and what the drafter tells of itself.
+        # Messages include more than steps and answers: hellos, fusion weights and drafter infos.
         assert sum(messages) > num_bytes > 0

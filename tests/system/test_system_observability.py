@@ -1,4 +1,4 @@
-"""What operators see of one request in real processes: its name in all logs, metrics, reflection."""
+"""Request ids in the logs of both services, and gRPC reflection, with real processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PROMPT = "def area(width, height):"
 
 @dataclass
 class Watched:
-    """Both services, which log all that they ever do."""
+    """Both services, which log at level debug."""
 
     verifier: ServiceProcess
     drafter: ServiceProcess
 
     def lines(self, service: ServiceProcess, request_id: str) -> list[dict[str, Any]]:
-        """The log's lines about a request."""
+        """Return the log entries about a request."""
         entries = [json.loads(line) for line in service.log_text().splitlines() if line.startswith("{")]
         return [entry for entry in entries if entry.get("request_id") == request_id]
 
@@ -54,7 +54,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def generate(address: str, request_id: str, text: str = PROMPT, **sampling: Any) -> tuple[str, str]:
-    """(name that the server tells, output) of a request that is named in the call's metadata."""
+    """Return (request id that the server sends back, output text) of a request with its id in the call's metadata."""
     with grpc.insecure_channel(address) as channel:
         call = generate_pb2_grpc.GenerationStub(channel).Generate(
             generate_pb2.GenerateRequest(text=text, sampling_params=config_pb2.SamplingParams(**sampling)),
@@ -104,7 +104,7 @@ def test_a_request_whose_client_goes_is_told_as_cancelled(services):
     names = (f"gone-{attempt}" for attempt in range(1000))
 
     def is_told() -> bool:
-        """Whether a client that goes after the first token has gone before the last one, and is told."""
+        """Return whether a request that is cancelled after its first token is logged as cancelled."""
         name = next(names)
         with Client(services.verifier.address) as client:
             stream = client.generate(PROMPT, request_id=name, max_tokens=200, ignore_eos=True)
@@ -121,7 +121,7 @@ def ends_of(services: Watched, request_id: str) -> list[str]:
     return [line["reason"] for line in lines if line["message"] == "request finished"]
 
 
-# What a client such as grpcurl does, which knows nothing but an address.
+# A client such as grpcurl knows only the address.
 METHODS = {
     "verifier": ("draftwire.v1.Generation", "GetVerifierInfo", {"vocab_size": 2048, "has_tokenizer": True}),
     "drafter": ("draftwire.v1.Drafting", "GetDrafterInfo", {"target_vocab_size": 2048, "method": "eagle3"}),

@@ -1,4 +1,4 @@
-"""Every sampling parameter gives with drafts what it gives without: the drafts of the good head are used throughout."""
+"""Every sampling parameter has the same effect with drafts (of the good head) and without."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = prompts_of("llama")[:16]
 
 
 def beginning(index: int) -> str:
-    """The first two words of a sentence that the target knows."""
+    """Return the first two words of a sentence that the target has learnt."""
     return " ".join(SENTENCES[index].split(" ")[:2])
 
 
@@ -34,7 +34,7 @@ def with_and_without_drafts(pair, **options) -> tuple[list[Completion], list[Com
 
 
 def outcome(completion: Completion):
-    """What a client sees of a completion, besides speed."""
+    """Return the fields of a completion that drafts must not change."""
     return (
         completion.token_ids,
         completion.text,
@@ -51,7 +51,7 @@ def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def plain(pairs) -> list[Completion]:
-    """Greedy completions with no other parameter."""
+    """Greedy completions without other parameters."""
     pair = pairs("llama")
     return crowd(pair.client, [(p, {"temperature": 0, "max_tokens": 40, "num_speculative_tokens": 0}) for p in PROMPTS])
 
@@ -167,7 +167,7 @@ def test_characters_split_over_tokens_come_whole(llama, sentence, k):
 
 
 def added_text(prompt: list[int], ids: list[int]) -> str:
-    """What the tokens add to the prompt's text."""
+    """Return the text that the tokens add to the prompt's text."""
     return TOKENIZER.decode(prompt + ids)[len(TOKENIZER.decode(prompt)) :]
 
 

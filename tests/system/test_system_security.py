@@ -1,4 +1,4 @@
-"""Both services under mutual TLS, clients with tokens: as deploy/tls.yml says, with the files of docs/deploy.md."""
+"""Mutual TLS and client tokens as in deploy/tls.yml, with secrets made as in docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from draftwire_cli.main import main
 
 pytestmark = pytest.mark.xdist_group("security")
 
-# By service: its authority, and whose certificates let in.
+# For each service: its certificate authority, and the certificates that it accepts.
 LETS_IN = {"verifier": ("ca", {"verifier", "client"}), "drafter": ("drafter-ca", {"drafter", "drafter-client"})}
 CERTIFICATES = [name for _, names in LETS_IN.values() for name in sorted(names)]
 
@@ -50,11 +50,11 @@ class Stack:
         return {"drafter": self.drafter, "verifier": self.verifier}
 
     def security(self, authority: str, certificate: str | None, token: bool = True) -> ClientSecurity:
-        """A peer that trusts the authority and shows the certificate."""
+        """Return the security of a peer that trusts the authority and shows the certificate."""
         return peer(self.secrets, authority, certificate, self.secrets / "tokens" if token else None)
 
     def pages(self) -> dict[str, str]:
-        """Where each service serves its metrics."""
+        """Return the metrics URL of each service."""
         return {
             name: re.search(r"metrics on (https://\S+)", service.log_text())[1]
             for name, service in self.services.items()
@@ -67,7 +67,7 @@ def peer(secrets: Path, authority: str, certificate: str | None, token_file: Pat
 
 
 def command(service: str, secrets: Path) -> list[str]:
-    """Its arguments in deploy/tls.yml, with this machine's paths and a free port for metrics."""
+    """Return the service's arguments in deploy/tls.yml, with local paths and a free port for metrics."""
     given = deployment.arguments(deployment.services("tls")[service]["command"])
     places = {"/run/secrets": str(secrets), "/models": str(DEMO), "0.0.0.0:9090": "127.0.0.1:0"}
     for place, here in places.items():
@@ -76,7 +76,7 @@ def command(service: str, secrets: Path) -> list[str]:
 
 
 def make_secrets(directory: Path) -> Path:
-    """What the walk-through of docs/deploy.md leaves in deploy/secrets."""
+    """Make the secrets with the commands of docs/deploy.md; return their directory."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which docs/deploy.md makes certificates with, is not on the PATH")
     directory.mkdir()
@@ -91,7 +91,7 @@ def start_the_drafter(secrets: Path, *options: str) -> ServiceProcess:
 
 @contextmanager
 def running(secrets: Path) -> Iterator[Stack]:
-    """Both services, connected."""
+    """Yield both services, connected."""
     with start_the_drafter(secrets) as drafter:
         options = ["--drafters", drafter.address, "--draft-deadline-ms", "off"]
         security = peer(secrets, "ca", "client", secrets / "tokens")
@@ -110,7 +110,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def renewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Path, Path]]:
-    """Services whose files are replaced, the files of before, and others."""
+    """Services whose files will be replaced, the directory of the same files, and a directory of new ones."""
     directory = tmp_path_factory.mktemp("renewed")
     old, new = make_secrets(directory / "old"), make_secrets(directory / "new")
     served = directory / "served"
@@ -120,7 +120,7 @@ def renewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, P
 
 
 def is_let_in(address: str, security: ClientSecurity) -> bool:
-    """Whether the health service, which needs no token, answers."""
+    """Return whether the health service, which needs no token, answers this peer."""
     with open_channel(address, security, ()) as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
@@ -132,7 +132,7 @@ def is_let_in(address: str, security: ClientSecurity) -> bool:
 
 
 def is_scraped(url: str, security: ClientSecurity) -> bool:
-    """Whether the page of metrics is shown."""
+    """Return whether the metrics page is served to this peer."""
     try:
         return "\ndraftwire_" in scrape(url, security.ca, security.certificate, security.key)
     except (urllib.error.URLError, ConnectionError, ssl.SSLError):
@@ -200,7 +200,7 @@ def test_gateways_need_a_token_too(stack):
 
 
 def test_no_secret_is_in_a_log_command_line_environment_or_error(stack, tmp_path):
-    """Both services log at the level debug."""
+    """Both services log at level debug."""
     wrong, absent = tmp_path / "wrong", None
     wrong.write_text("a-token-that-is-not-known\n")
     shown = []
@@ -239,7 +239,7 @@ def test_no_secret_is_in_a_log_command_line_environment_or_error(stack, tmp_path
 
 
 def write(secrets: Path, *sources: Path) -> None:
-    """Writes into the files of a directory, as compose's mounts need it, what those of `sources` hold together."""
+    """Overwrite files in place, as compose's mounts require; sources of the same name are concatenated."""
     for name in {source.name for source in sources}:
         (secrets / name).write_bytes(b"".join(source.read_bytes() for source in sources if source.name == name))
 
@@ -258,7 +258,7 @@ def test_certificates_are_replaced_while_the_services_run(renewed):
     pages, peers = stack.pages(), {"verifier": ("ca", "client"), "drafter": ("drafter-ca", "drafter-client")}
 
     def let_in(shown: Path, trusted: Path) -> set[str]:
-        """Where somebody with a certificate of one directory, who trusts the authorities of another, is let in."""
+        """Return the endpoints that accept a peer with certificates of `shown` that trusts authorities of `trusted`."""
         found = set()
         for name, (authority, certificate) in peers.items():
             security = replace(peer(shown, authority, certificate), ca=trusted / f"{authority}.pem")
@@ -286,7 +286,7 @@ def test_a_verifier_returns_to_a_drafter_with_the_current_files(renewed, tmp_pat
     with Client(stack.verifier.address, stack.security("ca", "client")) as client:
         stack.drafter.kill()
         wait_for_drafter(client, stack.drafter.address, pb.DRAFTER_STATE_CONNECTING)
-        # It has no file of before, and the verifier is not restarted.
+        # The new drafter uses only new files, and the verifier is not restarted.
         with start_the_drafter(new, "--listen", stack.drafter.address):
             files = [new / name for name in ("drafter-ca.pem", "drafter-client.pem", "drafter-client.key")]
             write(served, *files[1:])

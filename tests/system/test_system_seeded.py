@@ -1,4 +1,4 @@
-"""A seeded request gives the same tokens alone, in a crowd and in another slot, with every kind of draft."""
+"""A seeded request gives the same tokens alone, among other requests and in another slot, with every kind of draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models import prompts_of
 
 pytestmark = pytest.mark.xdist_group("seeded")
 
-# tests/exactness/test_exact_seeds.py has the other kinds without draft logits, and requests without drafts.
+# tests/exactness/test_exact_seeds.py covers the other kinds without draft logits, and requests without drafts.
 KINDS = {
     "greedy": {"draft_sample_method": "greedy"},
     "dense": {"draft_sample_method": "gumbel", "draft_logits": "dense"},
@@ -37,7 +37,7 @@ def drafter(shelf, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=KINDS)
 def client(request, drafter, shelf, tmp_path_factory):
-    """Client of a verifier that waits for its drafts however long they take."""
+    """Client of a verifier without a draft deadline."""
     config = json.dumps({"num_speculative_tokens": 4, **KINDS[request.param]})
     verifier = start_verifier(
         shelf.target("llama"),
@@ -56,7 +56,7 @@ def seeded_calls():
 
 
 def other_calls():
-    """Company of all sorts: other seeds, temperatures, filters, lengths and numbers of drafts."""
+    """Return requests with other seeds, temperatures, filters, lengths and numbers of drafts."""
     return [
         (
             prompt,

@@ -54,7 +54,7 @@ KINDS = [
 
 
 def complete(pair: Pair, **options: Any) -> Completion:
-    # The penalty ends whitespace, of which JSON may have any amount.
+    # The penalty ends runs of whitespace, which JSON allows without limit.
     return pair.client.complete(PROMPT, **{"max_tokens": 120, "temperature": 0, "frequency_penalty": 2.0, **options})
 
 

@@ -1,4 +1,4 @@
-"""A request is one trace over three processes; without an endpoint there are no traces at all."""
+"""A request makes one trace across three processes; without an endpoint there are no traces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @dataclass
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps the spans that it is sent, by service."""
+    """A trace collector that keeps received spans with the name of their service."""
 
     address: str = ""
     spans: list[tuple[str, Span]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def set_endpoint(monkeypatch: pytest.MonkeyPatch, variable: str | None, url: str) -> None:
-    """Leaves no endpoint in the environment but this one, if it is to be there."""
+    """Remove all endpoint variables, then set `variable`, if given, to `url`."""
     for name in ENDPOINTS:
         monkeypatch.delenv(name, raising=False)
     if variable:

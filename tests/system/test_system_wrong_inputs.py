@@ -1,4 +1,4 @@
-"""Wrong requests and streams: each gets an error that says what is wrong, and both services go on."""
+"""Wrong requests and streams: each gets an error that names the problem, and both services keep serving."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def serving(llama, references) -> Iterator[Pair]:
 
 @pytest.fixture
 def generation(llama) -> Iterator[pb_grpc.GenerationStub]:
-    """The bare stub: the client would refuse most of this before sending it."""
+    """The bare stub; `Client` would refuse most of these requests before sending them."""
     with grpc.insecure_channel(llama.verifier.address) as channel:
         yield pb_grpc.GenerationStub(channel)
 
 
 def refusal(call) -> tuple[grpc.StatusCode, str]:
-    """Status and message of a call that must fail."""
+    """Return status and message of a call that must fail."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     return caught.value.code(), caught.value.details()
@@ -61,7 +61,7 @@ def tokens_request(ids=(1, 2, 3), **options) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), **options)
 
 
-# One value out of each kind of limit; tests/contract/test_validation.py tries every parameter.
+# One value for each kind of limit; tests/contract/test_validation.py covers every parameter.
 SAMPLING = [
     ({"temperature": NAN}, "temperature = nan: allowed range [0, inf)"),
     ({"max_tokens": 4, "min_tokens": 5}, "min_tokens = 5: allowed range [0, max_tokens = 4]"),
@@ -138,7 +138,7 @@ def test_bytes_that_are_no_message_fail_alone(serving):
 
 
 def test_a_method_whose_name_is_no_text_is_refused_alone(serving):
-    """grpc.aio by itself stops to listen."""
+    """Plain grpc.aio stops accepting calls after such a name."""
     path = b"/draftwire.v1.Drafting/\xff"
     headers = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
     headers[b"content-type"] = b"application/grpc"
@@ -175,7 +175,7 @@ for stream in streams:
 
 
 def test_a_client_that_vanishes_mid_stream_leaves_nothing_behind(serving):
-    """The drafter is stopped, so that the requests wait for it: they can end only because their client is gone."""
+    """The drafter is stopped and the requests wait for drafts, so they can end only because their client is gone."""
     serving.drafter.send_signal(signal.SIGSTOP)
     try:
         with subprocess.Popen(
@@ -201,7 +201,7 @@ def test_passed_deadline_ends_the_request(serving, generation):
 
 
 def test_a_drafter_for_another_target_is_refused(shelf, references, tmp_path):
-    """One verifier for both: it has a drafter that does not fit, computes one request at once and lets one wait."""
+    """The verifier also runs one request at a time and queues at most one, for `check_full_queue`."""
     target = write_config(tmp_path / "target")
     head = write_config(tmp_path / "head", draft_vocab_size=200, num_hidden_layers=1)
     drafter = start_drafter(
@@ -231,7 +231,7 @@ def test_a_drafter_for_another_target_is_refused(shelf, references, tmp_path):
 
 
 def check_full_queue(client: Client) -> None:
-    """Of many long requests at once some are refused; the rest, and later ones, are served."""
+    """Check that some of many concurrent long requests are refused, and that the rest and later ones are served."""
 
     def outcome(_: int) -> tuple[int, ...] | str:
         try:

@@ -1,4 +1,4 @@
-"""Wrong files and options: a service ends at its start with one line that says what is wrong."""
+"""Wrong files and options: a service exits at startup with one line that names the problem."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("llama")
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
-    """Exit status and last line of a command that must not start a service; no traceback is shown."""
+    """Return exit status and last line of a command that must fail at startup, without a traceback."""
     result = subprocess.run(
         [sys.executable, "-m", "draftwire_cli", *map(str, arguments)],
         capture_output=True,
@@ -33,14 +33,14 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 
 
 def run_here(*arguments: str | Path) -> tuple[int, str]:
-    """As `run`, in this process: the same command line without the seconds that a process takes to start."""
+    """Do the same as `run` in this process, which saves the seconds that a process takes to start."""
     result = click.testing.CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output.strip().splitlines()[-1]
 
 
 def truncated(directory: Path, copy: Path) -> Path:
-    """A copy of a checkpoint whose weights end early."""
+    """Copy a checkpoint and cut its weights file in half; return the copy."""
     shutil.copytree(directory, copy)
     weights = copy / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
