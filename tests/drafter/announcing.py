@@ -1,4 +1,4 @@
-"""A verifier that announces steps: tokens and features in memory that both sides have, and what follows."""
+"""A verifier that announces steps to a draft engine, with tokens and features in shared memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CPU = torch.device("cpu")
 
 
 class Announcer:
-    """Announces steps of one stream, commits and drops them.
+    """Announces, commits and drops the steps of one stream.
 
     Attributes
     ----------
     marks
-        Says that tokens have been written, where it `holds` that back.
+        With `holds`, the test writes the marks that show written tokens to the drafter.
     announced
-        The steps, oldest first.
+        The announced steps, oldest first.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Announcer:
         num_rows: int | None = None,
         offset: int = 0,
     ) -> AnnouncedStep:
-        """Announces a step of these rows, all with the drafts of the first.
+        """Announce a step of these rows, each with as many drafts as the first.
 
-        `numbers` are written instead of its counts and tokens; it has room for `num_rows`, or 3 more; features are
-        `offset` bytes behind where they are.
+        `numbers` replace the counts and tokens. The features have room for `num_rows` rows, by default up to 3 too
+        many. Their announced offset is `offset` bytes too large.
         """
         if numbers is None:
             tokens = [part.text.rows(part.first, part.count)[0].tolist() for part in rows]
@@ -96,7 +96,7 @@ class Announcer:
         closed: Sequence[int] = (),
         announced_id: int | None = None,
     ) -> None:
-        """Queues the commit of the step announced last, or of another."""
+        """Queue the commit of the last announced step, or of step `announced_id`."""
         step = self.announced[-1 if announced_id is None else announced_id - 1]
         self._wait(step)
         if num_drafts is None:
@@ -112,11 +112,11 @@ class Announcer:
         assert self.drafters.send(b"%d" % announced_id, drafts)
 
     def scribble(self) -> None:
-        """Writes over all that the drafter can read."""
+        """Overwrite the announced tokens in shared memory."""
         self._rings.memory[64:] = 0x7F
 
     def early(self) -> dict[int, list[list[int]]]:
-        """Early drafts that the drafter has written since the last call, by announced step."""
+        """Return the early drafts written since the last call, by announced step."""
         found = {}
         for record in self.channel.receive():
             announced_id = int(record.message)
@@ -128,29 +128,29 @@ class Announcer:
         return found
 
     def _wait(self, step: AnnouncedStep) -> None:
-        """The verifier has waited for its device before it commits."""
+        """Wait for the device, as a verifier does before a commit."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         assert step.is_written
 
     def committed(self, *args: Sequence[int] | None, **options: Sequence[int] | int | None) -> dict[int, Reply]:
-        """Commits as `commit` does, and runs the engine until the answer is there."""
+        """Commit as `commit` does, run the engine and return the replies."""
         self.commit(*args, **options)  # type: ignore[arg-type]
         run(self._stream.engine)
         return replies(self._stream.answers[-1])
 
     def replace(self, rows: Sequence[Rows] = (), closed: Sequence[int] = ()) -> dict[int, Reply]:
-        """Sends a step that replaces what has been announced, and runs the engine until it is answered."""
+        """Send a step that replaces the announced steps, run the engine and return the replies."""
         self.drop()
         return self._stream.step(rows, closed=closed)
 
     def drop(self) -> None:
-        """Drops what has been announced; the next step says so."""
+        """Drop the announced steps: decode a step that replaces them."""
         self._num_decoded += 1
         step = pb.DraftStep(step_id=self._num_decoded, replaces=len(self.announced))
         self.decoder.decode(pb.DraftRequest(step=step))
 
     @property
     def features_read(self) -> int:
-        """Announced steps whose features the drafter has read."""
+        """Return the number of announced steps whose features the drafter has read."""
         return self.receiver.generation_read

@@ -1,4 +1,4 @@
-"""Block heads of a few hundred random weights for the target of tiny_head.py."""
+"""Block heads with a few thousand random weights, for the target of tiny_head.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class LargeTensors(RandomTensors):
-    """Weights so large that a draft depends on everything that it may depend on, the same on every device."""
+    """Random weights, equal on every device, and so large that every input affects the drafts."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, torch.float32, device)
@@ -67,7 +67,7 @@ class LargeTensors(RandomTensors):
 
 
 def block_head(kind: str, device: str = "cpu") -> Head:
-    """One of the heads of `CONFIGS`."""
+    """Return the head `kind` of `CONFIGS`."""
     raw, target = {**_LAYER, **CONFIGS[kind]}, Reader(_TARGET, "target")
     source = LargeTensors(5, torch.device(device))
     arguments = (source, "0123456789abcdef", torch.float32, torch.device(device))

@@ -1,4 +1,4 @@
-"""Sequences of a drafter whose next step is announced."""
+"""Sessions of a draft engine that have computed prompts and an announced step."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ TEXTS = {i: Text(i) for i in range(1, 9)}
 
 
 def begin(engine: DraftEngine) -> bool:
-    """Begins early drafts if the engine's thread would; whether it would."""
+    """Begin early drafts if the engine's thread would; return whether they have begun."""
     deadline = time.monotonic() + (5.0 if engine.device.type == "cuda" else 0.0)
     while not (can_begin := engine.poll_early()) and time.monotonic() < deadline:
-        time.sleep(0.001)  # until the device has written
+        time.sleep(0.001)  # until the device has written the tokens
     if can_begin:
         engine.early.begin()
     return can_begin and engine.early.has_begun
 
 
 def verified(ids: Iterable[int] = IDS, drafts: int = 4) -> list[Rows]:
-    """Rows of a verify step that follows prompts of 7 + i rows."""
+    """Return the rows of a verify step after prompts of 7 + i rows."""
     return [Rows(i, TEXTS[i], 7 + i, 1 + i % 4, drafts) for i in ids]
 
 
 def prompted(engine: DraftEngine, mode: SamplingMode | None = None, ids: Iterable[int] = IDS, k: int = 4) -> Stream:
-    """A session whose sequences have their prompts."""
+    """Return a session whose sequences have computed prompts."""
     stream = connect(engine, mode, k=k)
     stream.step([Rows(i, TEXTS[i], 0, 7 + i) for i in ids], [opened(i, 0.7, key=i) for i in ids])
     return stream
@@ -62,7 +62,7 @@ def announced(
     device: str = "cpu",
     **options: Any,
 ) -> tuple[Stream, Announcer]:
-    """Return a session whose sequences have their prompts and its verifier, which has announced `rows`."""
+    """Return a session with computed prompts, and its verifier, which has announced `rows`."""
     stream = prompted(engine or make_engine(TinyHead(device=device)), mode, ids, k)
     verifier = announcer(stream, device, k=k, **options)
     verifier.announce(rows or verified())
@@ -70,7 +70,7 @@ def announced(
 
 
 def begun(rows: list[Rows] | None = None, mode: SamplingMode | None = None, **options: Any) -> tuple[Stream, Announcer]:
-    """As `announced`, and early drafts of the step have begun."""
+    """Return the same as `announced`, after the step's early drafts have begun."""
     stream, verifier = announced(rows, mode, **options)
     assert begin(stream.engine)
     return stream, verifier
@@ -86,7 +86,7 @@ def assert_same(found: dict[int, Reply], expected: dict[int, Reply]) -> None:
 
 
 def without(rows: list[Rows], mode: SamplingMode | None = None, *later: list[Rows], device: str = "cpu") -> list:
-    """Replies to steps that were not announced."""
+    """Return the replies to the same steps, sent without announcements."""
     stream = prompted(make_engine(TinyHead(device=device)), mode)
     return [stream.step(one) for one in (rows, *later)]
 

@@ -1,4 +1,4 @@
-"""Steps as a verifier sends them, and what comes back, sequence by sequence."""
+"""A verifier's steps to a draft engine, and the engine's replies by sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drafter_service.limits import EngineLimits
 from draftwire.transport import Incoming
 from draftwire.v1 import draft_pb2 as pb
 
-# Batches of other shapes add up in another order; what is wrong differs by 1e-2 and more.
+# The order of summation depends on the shape of the batch. Real errors are at least 1e-2.
 SAME_LOGITS = {"rtol": 1e-4, "atol": 1e-4}
 
 OK = pb.SEQUENCE_STATUS_OK
@@ -31,7 +31,7 @@ NO_CAPACITY = pb.SEQUENCE_STATUS_NO_CAPACITY
 
 
 class Text:
-    """Committed tokens x_i and features g_i of one sequence, at random; `alike` shares the first rows of another."""
+    """Random committed tokens x_i and features g_i of one sequence; the first `num_alike` rows are those of `alike`."""
 
     def __init__(self, seed: int, length: int = 128, alike: Text | None = None, num_alike: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ class Text:
             self.features[:num_alike] = alike.features[:num_alike]
 
     def rows(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_{i+1} and g_i of the rows."""
+        """Return x_{i+1} and g_i of the rows."""
         return self.tokens[first + 1 : first + count + 1], self.features[first : first + count]
 
 
@@ -59,7 +59,7 @@ class Rows:
 
 @dataclass
 class Reply:
-    """What a step's answer says of one sequence."""
+    """One sequence's part of the answer to a step."""
 
     status: int
     committed_length: int
@@ -94,7 +94,7 @@ def make_step(
 
 
 def replies(answer: Answer) -> dict[int, Reply]:
-    """The entries of an answer by sequence."""
+    """Return the replies of an answer, by sequence."""
     tokens = np.concatenate(answer.tokens) if answer.tokens else np.empty(0, np.int32)
     logits = torch.cat(answer.logits).cpu() if answer.logits else None
     token_ids = torch.cat(answer.logits_token_ids).cpu() if answer.logits_token_ids else None
@@ -120,7 +120,7 @@ def replies(answer: Answer) -> dict[int, Reply]:
 
 @dataclass
 class Stream:
-    """One session of an engine, driven by hand."""
+    """One session of an engine, driven by the test."""
 
     engine: DraftEngine
     session: Session
@@ -130,14 +130,14 @@ class Stream:
     def send(
         self, rows: Sequence[Rows] = (), new: Sequence[OpenedSequence] = (), closed: Sequence[int] = ()
     ) -> None:
-        """Queues a step."""
+        """Queue a step."""
         self.num_steps += 1
         self.engine.submit(self.session, make_step(self.num_steps, rows, new, closed))
 
     def step(
         self, rows: Sequence[Rows] = (), new: Sequence[OpenedSequence] = (), closed: Sequence[int] = ()
     ) -> dict[int, Reply]:
-        """Sends a step and runs the engine until all is answered."""
+        """Send a step, run the engine and return the replies."""
         self.send(rows, new, closed)
         run(self.engine)
         assert self.answers[-1].step_id == self.num_steps
@@ -145,7 +145,7 @@ class Stream:
 
 
 def run(engine: DraftEngine) -> None:
-    """Runs the engine until no step waits."""
+    """Run the engine until no step waits."""
     while engine.has_work:
         engine.iterate()
 
@@ -171,7 +171,7 @@ def connect(engine: DraftEngine, mode: SamplingMode | None = None, k: int = 4, m
 def draft_alone(
     head: Any, text: Text, num_rows: int, k: int, mode: SamplingMode | None = None, new: OpenedSequence | None = None
 ) -> Reply:
-    """Drafts of a fresh engine that was sent all rows at once."""
+    """Return the reply of a fresh engine that gets all rows in one step."""
     new = new or opened(1)
     first = new.first_row
     stream = connect(make_engine(head), mode, k)

@@ -1,4 +1,4 @@
-"""A drafter served in this process, and the streams of verifiers to it."""
+"""A drafter served in this process, and verifiers' streams to the drafter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMITS = EngineLimits(
 
 
 def set_field(message: Any, path: Sequence[str], value: Any) -> None:
-    """Set a field of a message, which the names of fields on the path lead to."""
+    """Set the field of a message at `path`, a list of field names."""
     *parents, name = path
     for parent in parents:
         message = getattr(message, parent)
@@ -55,7 +55,7 @@ def set_field(message: Any, path: Sequence[str], value: Any) -> None:
 
 
 def hello(config: dict[str, Any] | None = None, **changes: Any) -> pb.VerifierHello:
-    """A hello that fits the tiny head, but for `changes`: paths such as target__vocab_size and their values."""
+    """Return a hello that fits the tiny head, except for `changes`: values by path, such as target__vocab_size."""
     message = pb.VerifierHello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
@@ -72,7 +72,7 @@ def hello(config: dict[str, Any] | None = None, **changes: Any) -> pb.VerifierHe
 
 
 def step_message(step_id: int, rows: list[Rows] | None = None, new: list[int] | None = None) -> pb.DraftStep:
-    """A well-formed step; `new` sequences have temperature 1, key 7 and begin at row 0."""
+    """Return a well-formed step; `new` sequences have temperature 1, key 7 and begin at row 0."""
     rows, new = rows or [], new or []
     step = pb.DraftStep(
         step_id=step_id,
@@ -95,7 +95,7 @@ def step_message(step_id: int, rows: list[Rows] | None = None, new: list[int] | 
 
 
 class VerifierStream:
-    """One stream, written and read by hand."""
+    """One stream of a verifier; the test writes and reads the messages."""
 
     def __init__(self, stub: DraftingStub) -> None:
         self._requests: queue.SimpleQueue[pb.DraftRequest | None] = queue.SimpleQueue()
@@ -122,11 +122,11 @@ class VerifierStream:
         return self.read()
 
     def end(self) -> None:
-        """Sends nothing more."""
+        """End the requests."""
         self._requests.put(None)
 
     def error(self) -> tuple[grpc.StatusCode, str]:
-        """Status and text that ended the stream."""
+        """Return the status and text that ended the stream."""
         try:
             while True:
                 self.read()
@@ -137,7 +137,7 @@ class VerifierStream:
 
 
 class ServedDrafter:
-    """Address and inside of a served drafter."""
+    """A served drafter: its address, engine, metrics and streams."""
 
     def __init__(self, engine: EngineThread, service: DraftingService, port: int, loop: Any) -> None:
         self.engine = engine
@@ -149,24 +149,24 @@ class ServedDrafter:
 
     @property
     def collector(self) -> DrafterCollector:
-        """Its metrics."""
+        """Return the drafter's metrics."""
         return self._service.collector
 
     def drain(self, timeout_s: float) -> Future[None]:
-        """Has it drain, as SIGTERM does; done when it has."""
+        """Drain the drafter, as SIGTERM does; the future is done when the drain has ended."""
         return asyncio.run_coroutine_threadsafe(self._service.drain(timeout_s), self._loop)
 
     def stream(self) -> VerifierStream:
         return VerifierStream(self.stub)
 
     def connect(self, config: dict[str, Any] | None = None) -> VerifierStream:
-        """A stream with the hello done."""
+        """Return a stream after the handshake."""
         stream = self.stream()
         stream.ask(hello(config))
         return stream
 
     def refusal(self, message: pb.VerifierHello | pb.DraftStep) -> tuple[grpc.StatusCode, str]:
-        """What a stream with this first message ends with."""
+        """Return the status and text that end a stream with this first message."""
         stream = self.stream()
         stream.send(message)
         return stream.error()
@@ -174,7 +174,7 @@ class ServedDrafter:
 
 @contextlib.contextmanager
 def serve_drafter(head: TinyHead, limits: EngineLimits = LIMITS) -> Iterator[ServedDrafter]:
-    """Serves `head` on a free port until the end of the context."""
+    """Serve `head` on a free port until the end of the context."""
     engine = EngineThread(DraftEngine(head, limits, torch.float32, torch.device("cpu")), lambda: None)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

@@ -1,4 +1,4 @@
-"""Heads that draft a block at once, in the engine: as heads that draft token by token, and what is their own."""
+"""Block heads in the draft engine: the tests of other heads, and tests that are specific to blocks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def head(request: pytest.FixtureRequest) -> Head:
 
 
 class Straight(DraftContext):
-    """One sequence in front of its anchor, greedy, without an engine."""
+    """One sequence for which a head drafts a greedy block without an engine."""
 
     def __init__(self, head: Head, text: Text, num_rows: int) -> None:
         self.cache = KVCache(head.spec.layer_shapes, 9, torch.float32, CPU)
@@ -95,7 +95,7 @@ def test_drafts_are_those_of_the_head_alone(head: Head, num_rows: int) -> None:
 
 @pytest.mark.parametrize("mode", [DENSE, SamplingMode(gumbel=True, top_n=5)], ids=str)
 def test_drafts_are_drawn_from_the_logits_sent(head: Head, mode: SamplingMode) -> None:
-    """So q has the bias of the draft before it."""
+    """The logits sent include the bias of the previous draft, if the head has one."""
     reply = draft_alone(head, Text(1), 11, 4, mode, opened(1, 20.0, 1234567890123))
     assert redraw(reply, head, 20.0) == reply.tokens
 
@@ -149,7 +149,7 @@ def test_a_commit_gets_the_drafts_that_were_begun_early(head: Head, mode: Sampli
 
 
 def test_a_sequence_without_room_for_a_block_gets_no_drafts(head: Head) -> None:
-    """At the end of the context, and where no cache block is free; others are drafted for."""
+    """A sequence at the end of the context, or without a free cache block, gets no drafts; other sequences do."""
     size = head.spec.block_rows
     stream = connect(make_engine(head, max_model_len=60))
     lengths = [60 - size, 61 - size, 60]
@@ -164,13 +164,13 @@ def test_a_sequence_without_room_for_a_block_gets_no_drafts(head: Head) -> None:
 
 
 def test_a_block_has_its_trained_size_whatever_is_drawn(head: Head) -> None:
-    """So a verifier that asks for fewer drafts gets the first ones of the same."""
+    """A verifier that requests fewer drafts gets the first drafts of the same block."""
     for k in (1, 2, 3):
         assert draft_alone(head, Text(3), 20, k).tokens == draft_alone(head, Text(3), 20, 4).tokens[:k]
 
 
 def test_what_lies_before_the_first_row_is_not_seen(head: Head) -> None:
-    """Of a sequence that begins past position 0, because the features before it are gone."""
+    """A sequence that begins past position 0 does not depend on earlier rows, whose features are gone."""
     text, other = Text(4), Text(5)
     other.tokens[21:], other.features[20:] = text.tokens[21:], text.features[20:]
     from_20 = draft_alone(head, text, 30, 4, DENSE, opened(1, first_row=20))
@@ -200,7 +200,7 @@ def test_more_drafts_than_a_block_has_are_refused_by_name() -> None:
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_drafts_on_a_gpu_are_those_of_the_cpu(kind: str, mode: SamplingMode, is_captured: bool) -> None:
-    """Run anew and as replays of captured steps, whose inputs change."""
+    """Steps without graphs and replays with changing inputs both give the CPU's drafts."""
     expected = converse(make_engine(block_head(kind)), mode)
     graphs = {} if is_captured else {"make_graphs": lambda *_: None}
     found = converse(make_engine(block_head(kind, "cuda"), **graphs), mode)

@@ -29,7 +29,7 @@ from draftwire.model.kv_cache import KVCache, RaggedBatch, SequenceRows
 
 
 def chain_without_engine(head: TinyHead, text: Text, num_rows: int, k: int) -> list[int]:
-    """Greedy drafts, every row computed anew for each of them, straight from the contract's notation."""
+    """Return greedy drafts as the contract defines them; each draft computes all rows again."""
     tokens, states = text.tokens[1 : num_rows + 1].long(), head.fuse(text.features[:num_rows])
     drafts: list[int] = []
     for _ in range(k):
@@ -74,7 +74,7 @@ def test_rows_in_many_steps_are_as_good_as_in_one(head: TinyHead) -> None:
 
 @pytest.mark.parametrize("counts", [(40, 30), (40, 3), (40, 30, 3), (20, 20, 30)])
 def test_rows_in_steps_that_waited_are_as_good_as_in_one_step(head: TinyHead, counts: tuple[int, ...]) -> None:
-    """Each attends to those of the steps before, whether it is fed or drafts."""
+    """Rows attend to the rows of earlier waiting steps, with and without drafts."""
     mode, text = SamplingMode(gumbel=True, dense=True), Text(2)
     stream = connect(make_engine(head), mode)
     stream.step(new=[opened(1)])
@@ -87,7 +87,7 @@ def test_rows_in_steps_that_waited_are_as_good_as_in_one_step(head: TinyHead, co
 
 
 def test_rows_that_are_padded_as_on_a_gpu_are_as_good() -> None:
-    """In batches of several sequences, with the blocks of others left behind theirs."""
+    """Padding changes no drafts, although the block tables still contain blocks of earlier batches."""
 
     def answered(head: TinyHead, *, is_padded: bool) -> list[Reply]:
         make_row_feed = partial(RowFeed, is_padded=is_padded)
@@ -120,7 +120,7 @@ def test_rows_that_are_padded_as_on_a_gpu_are_as_good() -> None:
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 4])
 def test_speculative_rows_are_rolled_back(head: TinyHead, num_accepted: int) -> None:
-    """Rows of refused drafts leave no trace: the next drafts are those of a fresh sequence."""
+    """Rows of rejected drafts have no effect: the next drafts are those of a fresh sequence."""
     text, stream = Text(3), connect(make_engine(head))
     stream.step([Rows(1, text, 0, 14, drafts=4)], [opened(1)])
     reply = stream.step([Rows(1, text, 14, num_accepted + 1, drafts=4)])[1]
@@ -128,7 +128,7 @@ def test_speculative_rows_are_rolled_back(head: TinyHead, num_accepted: int) -> 
 
 
 def test_a_sequence_may_begin_past_position_0(head: TinyHead) -> None:
-    """Positions stay absolute; what lies before the first row is not attended to."""
+    """Positions stay absolute; rows before the first row are not attended to."""
     text = Text(4)
     from_20 = draft_alone(head, text, 30, 4, new=opened(1, first_row=20))
     assert from_20.committed_length == 31
@@ -250,7 +250,7 @@ class TestBatch:
 
 
 class TestOrder:
-    """Nobody waits for rows after which nothing is drafted, and a session's steps are answered in their order."""
+    """Rows without drafts are computed after drafts; the steps of a session are answered in order."""
 
     def test_drafts_come_before_the_rows_of_a_prompt(self, head: TinyHead) -> None:
         stream = connect(make_engine(head))
@@ -303,6 +303,6 @@ def test_non_finite_features_harm_only_their_own_sequence(head: TinyHead, mode: 
     answered = stream.step(rows, [opened(1), opened(2)])
     assert (answered[1].status, answered[1].tokens) == (OK, [])
     assert answered[2].tokens == draft_alone(head, text, 8, 4, mode).tokens
-    # Nor do the blocks that it leaves behind.
+    # Its freed blocks do not harm the next sequence either.
     reply = stream.step([Rows(3, text, 0, 8, drafts=4)], [opened(3)], closed=[1])[3]
     assert reply.tokens == draft_alone(head, text, 8, 4, mode).tokens

@@ -1,4 +1,4 @@
-"""The draft engine on CUDA gives the drafts that it gives on the CPU."""
+"""The draft engine gives the same drafts on CUDA as on the CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_drafts_are_those_of_the_cpu(mode: SamplingMode) -> None:
 
 @pytest.mark.parametrize("counts", [(40, 30), (40, 30, 3)])
 def test_drafts_behind_waiting_steps_are_those_of_the_cpu(counts: tuple[int, ...]) -> None:
-    """Rows of one sequence that came in several steps: each attends to those of the steps before."""
+    """Rows attend to the rows of earlier steps in the same batch."""
 
     def drafts(device: str) -> dict[int, Reply]:
         stream = connect(make_engine(TinyHead(device=device)), SamplingMode(gumbel=True, dense=True))
@@ -91,7 +91,7 @@ def test_features_that_are_not_finite_do_not_stop_the_device() -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_step_brings_its_drafts_to_the_host_in_one_copy(mode: SamplingMode) -> None:
-    """Logits, where they are sent, stay on the device until their answer is."""
+    """Logits stay on the device until the answer is sent."""
     stream = connect(make_engine(TinyHead(device="cuda")), mode)
     texts = [Text(i) for i in range(3)]
     stream.step([Rows(i, texts[i], 0, 4, drafts=4) for i in range(3)], [opened(i, 0.7, key=i) for i in range(3)])

@@ -1,4 +1,4 @@
-"""The draft engine: superseded steps, sequences that are unknown, and capacity."""
+"""The draft engine: superseded steps, unknown sequences and capacity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftwire.model.kv_cache import BLOCK_SIZE
 
 
 class TestSupersededSteps:
-    """A step's drafts are of no use once a newer step of the session has moved the sequence on, or closes it."""
+    """A sequence's drafts are dropped if a newer step of the session extends or closes the sequence."""
 
     def test_only_the_newest_step_of_a_sequence_drafts(self, head: TinyHead) -> None:
         text, stream = Text(1), connect(make_engine(head))
@@ -82,7 +82,7 @@ class TestSupersededSteps:
         assert replies(stream.answers[1])[2] == draft_alone(head, Text(2), 5, 4)
 
     def test_a_newer_step_with_a_gap_drops_the_sequence_afterwards(self, head: TinyHead) -> None:
-        """Nobody gets the blocks of rows that are still to be computed."""
+        """The blocks of a dropped sequence are not given away before its rows in the batch are computed."""
         stream = connect(make_engine(head, kv_cache_tokens=2 * BLOCK_SIZE))
         texts = [Text(1), Text(2)]
         stream.send([Rows(0, texts[0], 0, 5, drafts=4), Rows(1, texts[1], 0, 5)], [opened(0), opened(1)])

@@ -1,4 +1,4 @@
-"""Sessions share slots, blocks and rows: a flood of one verifier takes nothing from another that it needs."""
+"""Sessions share slots, blocks and rows: a flood from one verifier does not starve another verifier."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LENGTH = 10
 
 
 def fill(stream: Stream, count: int, num_rows: int = LENGTH) -> None:
-    """Opens `count` sequences, 1 and on, of so many rows each."""
+    """Open the sequences 1 .. `count` with `num_rows` rows each."""
     ids = range(1, count + 1)
     answered = stream.step([Rows(i, Text(i), 0, num_rows, 1) for i in ids], [opened(i) for i in ids])
     assert all(answered[i].status == OK for i in ids)
 
 
 def ask_all(stream: Stream, ids: range, first_row: int = LENGTH) -> list[int]:
-    """The statuses of sequences whose next row is sent."""
+    """Send the next row of each sequence and return the statuses."""
     answered = stream.step([Rows(i, Text(i), first_row, 1, 1) for i in ids])
     return [answered[i].status for i in ids]
 
@@ -43,7 +43,7 @@ def test_a_newcomer_takes_slots_until_both_hold_as_many(head):
     answered = newcomer.step([Rows(i, Text(i), 0, 5, 1) for i in ids], [opened(i) for i in ids])
     assert [answered[i].status for i in ids] == [OK] * 4 + [NO_CAPACITY] * 2
     assert answered[1] == draft_alone(head, Text(1), 5, 1)
-    # Its oldest sequences go on.
+    # The oldest sequences of the flood remain.
     assert ask_all(flood, range(1, 9)) == [OK] * 4 + [UNKNOWN] * 4
 
 
@@ -93,7 +93,7 @@ def test_slots_that_a_step_frees_are_taken_from_no_other(head):
 def test_blocks_that_a_step_frees_are_taken_from_no_other(head):
     engine = make_engine(head, kv_cache_tokens=11 * BLOCK_SIZE)
     turning, other = connect(engine), connect(engine)
-    fill(turning, 1, num_rows=3 * BLOCK_SIZE - 2)  # and rows of the next step
+    fill(turning, 1, num_rows=3 * BLOCK_SIZE - 2)  # rows of the next step are reserved, too
     fill(other, 2, num_rows=4 * BLOCK_SIZE - 2)
     assert other.answers[-1].load.kv_cache_usage == 1
     assert turning.step([Rows(2, Text(2), 0, 48, 1)], [opened(2)], closed=[1])[2].status == OK
@@ -111,7 +111,7 @@ def test_blocks_are_shared_evenly_among_sequences_of_one_step(head):
 
 
 def test_two_sessions_do_not_take_blocks_from_each_other_in_turn(head):
-    """Each needs 3 blocks for one more sequence, and 2 are free."""
+    """Each session needs 3 blocks for one more sequence, and 2 are free."""
     engine = make_engine(head, kv_cache_tokens=12 * BLOCK_SIZE)
     streams = connect(engine), connect(engine)
     fill(streams[0], 2, num_rows=3 * BLOCK_SIZE - 2)
@@ -140,7 +140,7 @@ def test_what_is_in_the_batch_is_answered_and_makes_room(head):
     engine.iterate()
     assert [reply.status for reply in replies(flood.answers[-1]).values()] == [OK, OK]
     assert not newcomer.answers
-    flood.send([Rows(1, Text(1), LENGTH + 1, 1, 1)], [opened(9)])  # would take the slot
+    flood.send([Rows(1, Text(1), LENGTH + 1, 1, 1)], [opened(9)])  # would take the freed slot
     engine.iterate()
     assert replies(newcomer.answers[-1])[1] == draft_alone(head, Text(1), 5, 1)
 
@@ -159,7 +159,7 @@ def test_waiting_rows_of_a_removed_sequence_are_unknown(head):
 
 
 def test_a_flood_of_steps_does_not_delay_another_sessions_drafts(head):
-    """Two iterations from its step to its drafts, however much waits of the other: room, then rows."""
+    """Drafts come within two iterations, for any backlog of the flood: one makes room, one computes."""
     engine = make_engine(head, max_num_seqs=8, max_batch_rows=32, max_sessions=4)
     flood, other = connect(engine), connect(engine)
     ids = range(1, 9)

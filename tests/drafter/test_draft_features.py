@@ -1,4 +1,4 @@
-"""Features are read where they have arrived, and their memory is given back when nothing more is read of it."""
+"""Features are read from shared memory, which is released after the last read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 1 << 20
 
 
 class Wire:
-    """The two ends of shared memory that carries features."""
+    """Both ends of the shared memory that carries features."""
 
     def __init__(self) -> None:
         segment, fds = HostSegment.create(SIZE, CPU)
@@ -29,7 +29,7 @@ class Wire:
         self.receiver = TensorReceiver(CPU, segment)
 
     def send(self, stream: Stream, rows: list[Rows], new: list[int] | None = None, *, is_fused: bool = False) -> None:
-        """Queues a step whose features lie in shared memory."""
+        """Queue a step whose features are in shared memory."""
         stream.num_steps += 1
         step = make_step(stream.num_steps, rows, [opened(sequence_id) for sequence_id in new or []])
         features = step.features.tensor
@@ -87,7 +87,7 @@ def test_memory_of_rows_not_taken_is_returned_with_the_answer(head: TinyHead, wi
 
 
 def test_memory_is_given_back_once_all_that_lies_before_it_is(head: TinyHead, wire: Wire) -> None:
-    """Rows that nobody waits for are computed after the drafts, whose answer tells what has been read."""
+    """A prompt's rows are computed after later drafts, so the drafts' answer releases no memory yet."""
     engine = make_engine(head)
     first, second = connect(engine), connect(engine)
     generations = []

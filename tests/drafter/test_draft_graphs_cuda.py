@@ -1,4 +1,4 @@
-"""Captured draft steps give what steps that are run anew give, at every replay and at every draft."""
+"""Every replay of a captured draft step gives the drafts and logits of a step without graphs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MODES = [
     DENSE,
     SamplingMode(gumbel=True, top_n=5),
 ]
-SIZES = (1, 3, 9)  # of which the last two are padded
+SIZES = (1, 3, 9)  # a batch of 3 is padded to 4
 
 
 class CountedHead(TinyHead):
-    """Tells the passes that were launched one by one; a replay launches none."""
+    """Counts the head's passes that Python launched; a replay launches none."""
 
     def passes(self) -> int:
         count = len(self.rows_of_forwards)
@@ -34,7 +34,7 @@ class CountedHead(TinyHead):
 
 
 def connect_two(mode: SamplingMode, k: int = 4) -> tuple[Stream, Stream]:
-    """A stream whose steps are replayed, and one whose steps are run anew."""
+    """Return a stream whose steps are replayed, and a stream whose steps run without graphs."""
     replayed = make_engine(CountedHead(device="cuda"), max_num_seqs=9)
     anew = make_engine(CountedHead(device="cuda"), make_graphs=lambda *_: None, max_num_seqs=9)
     return connect(replayed, mode, k), connect(anew, mode, k)
@@ -61,7 +61,7 @@ def check(given: dict[int, Reply], expected: dict[int, Reply]) -> None:
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_replays_with_changed_inputs(mode: SamplingMode, count: int) -> None:
-    """Rows, blocks, lengths, drafts wanted: all change from step to step."""
+    """Rows, blocks, lengths and numbers of drafts change from step to step."""
     replayed, anew = connect_two(mode)
     texts = [Text(i) for i in range(count)]
     for stream in (replayed, anew):
@@ -78,7 +78,7 @@ def test_replays_with_changed_inputs(mode: SamplingMode, count: int) -> None:
 
 
 def test_the_logits_of_every_draft_are_those_of_this_step() -> None:
-    """Not of an earlier replay, and not of the capture (the bug of vLLM's PR 37639)."""
+    """Logits are not those of an earlier replay or of the capture (the bug of vLLM's PR 37639)."""
     replayed, anew = connect_two(DENSE)
     texts = [Text(i) for i in range(3)]
     for stream in (replayed, anew):
@@ -95,7 +95,7 @@ def test_the_logits_of_every_draft_are_those_of_this_step() -> None:
 
 
 def test_sequences_that_leave_do_not_return() -> None:
-    """A replay for fewer sequences writes nothing into the blocks of those of the step before."""
+    """A replay for fewer sequences writes nothing into the blocks of the previous step's other sequences."""
     replayed, anew = connect_two(DENSE)
     texts = [Text(i) for i in range(4)]
     for stream in (replayed, anew):
@@ -131,7 +131,7 @@ def test_graphs_of_logits_go_with_their_buffers() -> None:
 
 
 def test_sessions_with_logits_leave_no_memory_taken() -> None:
-    """Neither their buffers nor their graphs, however often they come and go."""
+    """Each closed session frees its buffers and its graphs."""
     engine = make_engine(CountedHead(device="cuda"), max_num_seqs=64)
     taken = []
     for _ in range(4):

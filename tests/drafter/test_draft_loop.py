@@ -1,4 +1,4 @@
-"""What a draft step computes beside the head's passes, and that padding changes none of it."""
+"""A draft step's work besides the head's passes; padding does not change the results."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ CPU = torch.device("cpu")
 
 
 def make_inputs(device: torch.device) -> tuple[LoopInputs, torch.Tensor]:
-    """Three sequences with 5, 1 and 2 rows at places 14, 31 and 4785, padded to four with ten rows; their tables."""
+    """Return inputs of three sequences with 5, 1 and 2 rows at places 14, 31 and 4785, and their block tables.
+
+    The inputs are padded to four sequences and ten rows.
+    """
     packed = PackedInputs(8, 40, 2 * MAX_DRAFTS, device)
     for column in packed.host(4, 10):
-        column[:] = 99  # of an earlier step
+        column[:] = 99  # values of an earlier step
     fill(
         packed.host(4, 10),
         proposal_keys=np.array([-7, 2**40, 0]),
@@ -49,7 +52,7 @@ def make_inputs(device: torch.device) -> tuple[LoopInputs, torch.Tensor]:
 def make_state(device: torch.device) -> LoopState:
     state = LoopState.allocate(8, 40, MAX_BLOCKS, MAX_DRAFTS, device)
     for part in state:
-        part.fill_(77)  # of an earlier step
+        part.fill_(77)  # values of an earlier step
     return state.view(4, 10)
 
 
@@ -80,7 +83,7 @@ def test_the_passes_over_the_drafts() -> None:
     confidences = torch.tensor([0.9, 0.25, 0.0, 1.0])
     loop_state.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids, confidences)
     assert torch.equal(state.confidences[:, 0], confidences)
-    assert state.drafts[:, 0].tolist() == [6, 2, -1, -1]  # nothing to draw from, and padding
+    assert state.drafts[:, 0].tolist() == [6, 2, -1, -1]  # no distribution, and padding
     assert state.next_tokens.tolist() == [6, 2, 0, 0]
     assert state.draw_positions[:3].tolist() == [21, 134, 4789]
     # The second sequence wants no more drafts, the fourth is padding: they write to block 0.
@@ -88,7 +91,7 @@ def test_the_passes_over_the_drafts() -> None:
     assert state.next_slots.tolist() == [41 * 16 + 3, 1, 299 * 16 + 3, 3]
     assert state.next_lengths.tolist() == [20, 1, 4788, 1]
     loop_state.record(torch.tensor([2, 1, 1, 0]), 1, inputs, state, None)
-    # Nothing follows a draft that there was nothing for, and the second sequence wants one draft.
+    # No draft follows a missing draft, and the second sequence wants one draft.
     assert state.drafts[:, :2].tolist() == [[6, 2], [2, -1], [-1, -1], [-1, -1]]
     assert state.next_positions.tolist() == [20, 0, 0, 0]
     assert state.next_slots.tolist() == [41 * 16 + 4, 1, 2, 3]
@@ -149,7 +152,7 @@ def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool, sure:
     for name, given, wanted in zip(LoopState._fields, state, expected, strict=True):
         if name != "block_tables":
             assert torch.equal(given.cpu(), wanted), name
-    for index, count in enumerate((2, 2, 300, 1)):  # as much as the step can read
+    for index, count in enumerate((2, 2, 300, 1)):  # the blocks that the step can read
         assert torch.equal(state.block_tables[index, :count].cpu(), expected.block_tables[index, :count])
 
 
@@ -162,7 +165,7 @@ def test_the_highest_probability_is_that_of_the_softmax(vocabulary: int, dtype: 
     logits[1, : vocabulary // 2] = -torch.inf
     logits[2, 1:] = -torch.inf
     expected = logits.float().softmax(-1).amax(-1)
-    expected[3:6] = 0.0  # no distributions
+    expected[3:6] = 0.0  # rows without a distribution
     logits[3, 1], logits[4, 2], logits[5] = torch.nan, torch.inf, -torch.inf
     for found in (kernels.max_probability(logits.to(device)).cpu(), max_probability(logits)):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
@@ -170,7 +173,7 @@ def test_the_highest_probability_is_that_of_the_softmax(vocabulary: int, dtype: 
 
 
 class PaddingGraphs:
-    """Stands in for captured graphs: steps are padded as theirs, and run."""
+    """A substitute for captured graphs that pads steps like graphs and runs them."""
 
     def __init__(self, loop: DraftLoop, k: int) -> None:
         self._loop, self._k = loop, k
@@ -183,14 +186,14 @@ class PaddingGraphs:
         self._loop.run(shape)
 
     def capture(self, mode: SamplingMode, k: int) -> None:
-        """There is nothing to capture."""
+        """Capture nothing."""
 
     def drop_stale(self) -> None:
         pass
 
 
 def converse(engine: DraftEngine, mode: SamplingMode) -> list[dict[int, Reply]]:
-    """Sequences of unlike lengths, opened together, that go on by unlike numbers of rows and want unlike drafts."""
+    """Return the replies to six steps of five sequences with different lengths, rows and numbers of drafts."""
     texts = [Text(i) for i in range(5)]
     lengths = [3, 11, 16, 29, 45]
     stream = connect(engine, mode)
@@ -224,7 +227,7 @@ def test_padded_steps_draft_what_exact_ones_draft(head: TinyHead, mode: Sampling
 
 
 class FullMemory(PaddingGraphs):
-    """Captures nothing, because there is no memory for it."""
+    """Graphs whose capture runs out of memory."""
 
     def capture(self, mode: SamplingMode, k: int) -> None:
         raise torch.OutOfMemoryError(f"{mode}, {k}")
@@ -239,7 +242,7 @@ def test_a_session_that_there_is_no_memory_for_leaves_no_buffers(head: TinyHead)
 
 
 def test_a_buffer_that_there_is_no_memory_for_changes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured steps write to the old buffers, and their logits are read from those of the same mode."""
+    """Both buffers of a mode stay, because captured steps still write to them."""
     mode, zeros = SamplingMode(gumbel=True, top_n=3), torch.zeros
     buffers = LogitsBuffers(2, 8, CPU)
     buffers.keep([SessionTerms("one draft", mode, 1, 2)])

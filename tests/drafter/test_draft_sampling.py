@@ -1,4 +1,4 @@
-"""How drafts are drawn, and that the logits sent are the ones that they were drawn from."""
+"""Sampling of drafts: the logits sent are those that the drafts were sampled from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def draft(head: TinyHead, mode: SamplingMode, temperature: float = TEMPERATURE, 
 
 
 def redraw(reply: Reply, head: TinyHead, temperature: float = TEMPERATURE, coupled: bool = False) -> list[int]:
-    """The tokens that follow from the logits in an answer and what the verifier knows: key and positions."""
+    """Sample tokens from an answer's logits with the verifier's key and positions."""
     logits = reply.logits
     vocabulary = head.draft_token_ids if head.draft_token_ids is not None else torch.arange(head.spec.draft_vocab_size)
     if reply.logits_token_ids is not None:
@@ -61,7 +61,7 @@ def redraw(reply: Reply, head: TinyHead, temperature: float = TEMPERATURE, coupl
 def test_drafts_are_drawn_from_the_logits_sent(
     reduced_vocabulary: bool, temperature: float, mode: SamplingMode
 ) -> None:
-    """Keyed by the absolute position of the drafted token, its place in the step and its target id."""
+    """The noise is keyed by the draft's absolute position, its offset in the step and its target id."""
     head = TinyHead(reduced_vocabulary)
     reply = draft(head, mode, temperature)
     assert len(reply.tokens) == K
@@ -70,7 +70,7 @@ def test_drafts_are_drawn_from_the_logits_sent(
 
 @pytest.mark.parametrize("temperature", [0.0, 20.0])
 def test_a_confidence_is_the_highest_probability_of_the_draft(head: TinyHead, temperature: float) -> None:
-    """At temperature 1, whatever the request's is and whatever was drawn."""
+    """The probability is at temperature 1, for any temperature of the request and any draft."""
     reply = draft(head, SamplingMode(gumbel=True, dense=True, confidences=True), temperature)
     expected = reply.logits.softmax(-1).amax(-1)
     torch.testing.assert_close(torch.from_numpy(reply.confidences), expected, rtol=1e-5, atol=1e-6)
@@ -104,7 +104,7 @@ def test_logits_are_not_scaled_by_the_temperature(head: TinyHead) -> None:
 
 
 def test_coupled_drafts_know_no_offset(head: TinyHead) -> None:
-    """The verifier draws at the same position with the same noise, whatever step it is in."""
+    """The noise of a position does not depend on the step, so the verifier draws with the same noise."""
     reply = draft(head, SamplingMode(gumbel=True, coupled=True, dense=True), temperature=20.0)
     assert redraw(reply, head, temperature=20.0, coupled=True) == reply.tokens
     assert redraw(reply, head, temperature=20.0, coupled=False) != reply.tokens
@@ -126,7 +126,7 @@ def test_gumbel_drafts_follow_their_key(head: TinyHead) -> None:
 
 
 def test_first_drafts_follow_the_heads_distribution(head: TinyHead) -> None:
-    """Chi-square over many keys, one sequence each."""
+    """A chi-square test over 4000 keys, one sequence each."""
     mode, num_samples = SamplingMode(gumbel=True, dense=True), 4000
     engine = make_engine(head, max_num_seqs=num_samples, kv_cache_tokens=num_samples * 16, max_batch_rows=num_samples)
     stream = connect(engine, mode, k=1, max_sequences=num_samples)
@@ -189,7 +189,7 @@ def test_sessions_of_one_mode_get_their_own_logits(head: TinyHead) -> None:
 
 
 def test_sessions_of_every_mode_share_a_batch(head: TinyHead) -> None:
-    """Ragged; a mode's drafts come from passes of its own, and each session gets what it gets alone."""
+    """In one ragged batch with separate passes for each mode, each session gets the same drafts as alone."""
     engine = make_engine(head)
     streams = [connect(engine, mode) for mode in MODES]
     texts = [Text(20 + i) for i in range(3)]

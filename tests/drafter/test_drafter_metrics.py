@@ -1,4 +1,4 @@
-"""What a drafter tells Prometheus."""
+"""A drafter's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftwire.v1 import draft_pb2 as pb
 
 
 def samples(collector: DrafterCollector) -> dict[str, float]:
-    """Value of each sample, its labels' values behind the name, but for the model's."""
+    """Return the samples by name and label values, without the model's name."""
     return {
         " ".join([sample.name, *(value for name, value in sample.labels.items() if name != "model_name")]): sample.value
         for metric in collector.collect()
@@ -98,7 +98,7 @@ def test_time_goes_to_the_phase_that_lasts():
     expected = {Phase.IDLE: 2.0, Phase.DECODE: 0.5, Phase.COMPUTE: 5.0, Phase.ANSWER: 0.25}
     assert times.read() == expected
     now += 0.25
-    assert times.read() == expected | {Phase.ANSWER: 0.5}  # though it has not ended
+    assert times.read() == expected | {Phase.ANSWER: 0.5}  # the current phase is included
 
 
 def test_rows_wait_until_a_batch_takes_them(head: TinyHead):
@@ -116,7 +116,7 @@ def test_sequences_that_make_room_are_counted(head: TinyHead):
     engine = make_engine(head, max_num_seqs=4)
     flood, newcomer = connect(engine), connect(engine)
     ids = range(1, 6)
-    flood.step([Rows(i, Text(i), 0, 5, 1) for i in ids], [opened(i) for i in ids])  # one too many
+    flood.step([Rows(i, Text(i), 0, 5, 1) for i in ids], [opened(i) for i in ids])  # one more than fit
     assert engine.num_evictions == 0
     newcomer.step([Rows(i, Text(i), 0, 5, 1) for i in (1, 2)], [opened(1), opened(2)])
     assert engine.num_evictions == 2
@@ -131,7 +131,7 @@ def test_a_served_drafter_counts_what_a_stream_brings(drafter: ServedDrafter):
     stream.ask(step_message(2, [Rows(1, Text(1), 5, 2, drafts=3)]))
     assert list(answer.statuses) == [OK]
     name = "draftwire_step_time_seconds"
-    wait_for(drafter, lambda values: values[f"{name}_count compute"] == 2)  # a step ends after its answer has gone out
+    wait_for(drafter, lambda values: values[f"{name}_count compute"] == 2)  # a step ends after its answer is sent
     values = samples(drafter.collector)
     assert values["draftwire_wire_bytes_total grpc received features"] == 4 * (5 + 2) * WIDTH
     assert values["draftwire_wire_bytes_total grpc sent logits"] == 4 * (4 + 3) * DRAFT_VOCAB

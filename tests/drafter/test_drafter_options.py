@@ -1,4 +1,4 @@
-"""What the drafter makes of its options."""
+"""The drafter's options, and the limits, device and dtype derived from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftwire.contract.errors import CheckpointError, DraftwireError, InvalidAr
 from draftwire.model.devices import choose_device, choose_dtype
 
 CPU = torch.device("cpu")
-ROW_BYTES = 2 * 2 * 8 * 4  # of the tiny head's two layers, keys and values in float32
+ROW_BYTES = 2 * 2 * 8 * 4  # keys and values of the tiny head's two layers, width 8, float32
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def target_dir(tmp_path: Path) -> Path:
 
 
 class Memory:
-    """Leaves so many bytes for the cache when the largest step has been run."""
+    """GPU memory that leaves `left` bytes for the cache after the largest step."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -71,7 +71,7 @@ def test_the_cache_is_no_larger_than_its_use(target_dir: Path) -> None:
 
 def test_the_cache_of_a_gpu_takes_what_its_memory_leaves(target_dir: Path) -> None:
     memory = Memory(ROW_BYTES * 1016)
-    assert limits(target_dir, memory, gpu_memory_utilization=0.5).kv_cache_tokens == 1000  # a block is padding
+    assert limits(target_dir, memory, gpu_memory_utilization=0.5).kv_cache_tokens == 1000  # one block is padding
     assert memory.utilization == 0.5
     assert limits(target_dir, memory, max_num_seqs=2).kv_cache_tokens == 2 * (64 + 16)
     assert limits(target_dir, Memory(0), kv_cache_tokens=160).kv_cache_tokens == 160

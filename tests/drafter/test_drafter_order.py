@@ -1,4 +1,4 @@
-"""What the engine's thread does before a step's drafts are there, and what waits until nobody waits for it."""
+"""Work of the engine's thread while drafts are computed, deferred work, and reservation of cache blocks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_blocks_for_drafts_go_to_the_first_sequences() -> None:
         assert table.reserve(slot, 14)
         table.next_row[slot] = 14
         slots.append(slot)
-    # Two rows are left in each block: three drafts. Two blocks are left, for the first two that want more.
+    # Each block has two free rows: three drafts. The two free blocks go to the first two sequences that want more.
     found = table.reserve_drafts(np.array(slots), np.array([3, 6, 5, 4]))
     assert found.tolist() == [3, 6, 5, 3]
     assert table.num_free_blocks == 0
@@ -125,7 +125,7 @@ def test_drafts_end_with_the_context() -> None:
 
 
 def table_of(num_blocks: int, lengths: list[int]) -> tuple[SequenceTable, np.ndarray]:
-    """Sequences with so many accepted rows, and a pool of so many blocks."""
+    """Return a table of sequences with `lengths` accepted rows, over `num_blocks` blocks, and their slots."""
     limits = EngineLimits(max_num_seqs=4, max_model_len=96, kv_cache_tokens=1024, max_num_speculative_tokens=4)
     table = SequenceTable(limits, BlockPool(1 + num_blocks))
     slots = []

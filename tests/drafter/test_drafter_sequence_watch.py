@@ -20,7 +20,7 @@ def opening(request_ids: list[str], first_id: int = 1) -> pb.DraftStep:
 
 
 def drafts_for(*counts: int) -> Answer:
-    """An answer to sequences 1, 2, ... with so many drafts."""
+    """Return an answer with these numbers of drafts for the sequences 1, 2, ..."""
     answer = Answer(1)
     ones = np.ones(len(counts), np.int64)
     answer.add_sequences(list(range(1, len(counts) + 1)), ones, ones)
@@ -29,7 +29,7 @@ def drafts_for(*counts: int) -> Answer:
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, object]]]:
-    """(level, message, fields) of each line."""
+    """Return (level, message, fields) of each line."""
     return [(one.levelname, one.getMessage(), getattr(one, "fields", {})) for one in caplog.records]
 
 
@@ -103,7 +103,7 @@ def test_a_trace_that_is_none_ends_the_stream(drafter: ServedDrafter, traceparen
 
 
 def refuse(drafter: ServedDrafter, text: str, **opened: list[str]) -> None:
-    """Opens a sequence with that, which the drafter must refuse."""
+    """Open a sequence with the fields `opened`, and check that the drafter refuses them."""
     stream = drafter.connect()
     step = step_message(1, new=[1])
     step.opened.MergeFrom(pb.OpenSequences(**opened))

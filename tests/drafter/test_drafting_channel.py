@@ -1,4 +1,4 @@
-"""Steps and drafts that go straight from engine to engine, beside the stream."""
+"""Steps and drafts over the direct channel between two engines, beside the gRPC stream."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CARRIERS = [pb.CARRIER_SHM, pb.CARRIER_BYTES]
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stalls for seconds must not end in messages over the stream."""
+    """A longer timeout of the rendezvous, so that a slow machine still gets a channel."""
     monkeypatch.setattr(rendezvous, "TIMEOUT_S", TIMEOUT_S)
 
 
 class Direct:
-    """A verifier's stream after both hellos, and its channel."""
+    """A verifier's stream and channel after the handshake."""
 
     def __init__(self, stream: VerifierStream, shared: SharedSegments) -> None:
         assert shared.channel is not None
@@ -57,7 +57,7 @@ class Direct:
         assert self.channel.send(request.SerializeToString())
 
     def announce(self, step: pb.DraftStep, num_numbers: int = 6, **changes: Any) -> pb.Commit:
-        """Announces a step of one sequence, with `changes`; the commit that stands for it."""
+        """Announce a step of one sequence, with `changes`, and return its commit."""
         tokens, (count,) = _ints(step.tokens), step.num_rows
         features = self.sender.begin(torch.float32, tuple(step.features.shape))
         data = bytearray(step.features.data)
@@ -275,7 +275,7 @@ def test_steps_that_come_both_ways_are_taken_in_order(drafter: ServedDrafter) ->
                 direct.send(step)
             else:
                 direct.stream.send(step)
-            if step_id % 3 == 0:  # later ones do not overtake it
+            if step_id % 3 == 0:  # later steps do not overtake this step
                 answers = [direct.read() for _ in range(3 if step_id > 3 else 2)]
                 assert [answer.step_id for answer in answers][-1] == step_id
                 assert all(list(answer.statuses) == [pb.SEQUENCE_STATUS_OK] for answer in answers)

@@ -1,4 +1,4 @@
-"""A drafter that is told to end: what it still does, what it refuses, and when it is done."""
+"""A draining drafter: open sequences continue, new ones are refused, and the drain ends."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_info_has_memory_and_draft_logits_only_while_asked_for(drafter: ServedDr
     use = memory()
     assert use.kv_cache_token_bytes == 4 * sum(heads * (key + value) for heads, key, value in head.spec.layer_shapes)
     assert use.kv_cache_tokens == 2048
-    assert use.peak_host_bytes > 50 << 20  # torch alone
+    assert use.peak_host_bytes > 50 << 20  # torch alone needs more
     assert (use.peak_gpu_allocated_bytes, use.peak_gpu_reserved_bytes, use.features_bytes) == (0, 0, 0)
     dense = config_pb2.DraftLogits(form=DENSE)
     configs: list[tuple[dict[str, Any], int]] = [
@@ -77,7 +77,7 @@ def test_info_has_memory_and_draft_logits_only_while_asked_for(drafter: ServedDr
 
 @pytest.mark.parametrize(("max_sequences", "k"), [(1, 1), (64, 4), (256, 4)])
 def test_features_of_the_largest_step_have_room_in_shared_memory(max_sequences: int, k: int) -> None:
-    """That of a few sequences is one with prompts."""
+    """With few sequences, the largest step has rows of prompts."""
     largest_step = max(VerifierOptions(target="").max_prefill_rows, max_sequences * (k + 1))
     features = pb.FeatureSpec(width=4096, dtype=pb.DTYPE_BFLOAT16)
     size = feature_segment_bytes(features, SessionTerms("verifier", SamplingMode(), k, max_sequences))
@@ -87,7 +87,7 @@ def test_features_of_the_largest_step_have_room_in_shared_memory(max_sequences: 
 def test_a_message_is_encoded_once(head: TinyHead, encodings: Counter[str]) -> None:
     with serve_drafter(head) as drafter:
         drafter.connect().ask(step_message(1, [Rows(1, Text(1), 0, 4)], [1]))
-    assert encodings == {"DraftRequest": 2, "DraftResponse": 2}  # hellos, and what follows
+    assert encodings == {"DraftRequest": 2, "DraftResponse": 2}  # the hellos, then the step and its drafts
 
 
 class TestFusion:
@@ -184,7 +184,7 @@ class TestEnds:
     def test_a_verifier_faster_than_its_answers_is_cut_off(
         self, drafter: ServedDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(drafter.engine, "submit", lambda *_: None)  # an engine that does not come round to it
+        monkeypatch.setattr(drafter.engine, "submit", lambda *_: None)  # an engine that never gets the steps
         stream = drafter.connect()
         for step_id in range(1, stream_module.MAX_UNANSWERED_STEPS + 2):
             stream.send(step_message(step_id))
@@ -192,7 +192,7 @@ class TestEnds:
         assert (code, "64 steps are unanswered" in text) == (RESOURCE_EXHAUSTED, True)
 
     def test_messages_of_one_step_id_do_not_pile_up(self, drafter: ServedDrafter) -> None:
-        """The engine would find the second one wrong, but computes and does not come to it."""
+        """The stream refuses the second message, because the busy engine does not check it yet."""
         stream = drafter.connect()
         computed = threading.Event()
         drafter.engine.post(lambda: computed.wait(TIMEOUT_S))
@@ -219,7 +219,7 @@ class TestEnds:
         monkeypatch.setattr(stream_module, "MAX_UNANSWERED_BYTES", 1000)
         config = {"draft_sample_method": GUMBEL, "num_speculative_tokens": 6}
         stream = drafter.connect({**config, "draft_logits": config_pb2.DraftLogits(form=DENSE)})
-        for step_id in (1, 2):  # some 200 bytes, and 6 * 24 * 4 in the answer
+        for step_id in (1, 2):  # about 200 bytes, and 6 * 24 * 4 in the answer
             stream.send(step_message(step_id, [Rows(1, Text(1), step_id - 1, 1, 6)], [1][: 2 - step_id]))
         code, text = stream.error()
         assert (code, "steps of 1000 bytes are unanswered" in text) == (RESOURCE_EXHAUSTED, True)
@@ -228,7 +228,7 @@ class TestEnds:
         monkeypatch.setattr(stream_module, "MAX_UNANSWERED_BYTES", 8000)
         stream = drafter.connect()
         for step_id in range(1, 7):
-            rows = [Rows(1, Text(1), 16 * (step_id - 1), 16)]  # 1600 bytes and more
+            rows = [Rows(1, Text(1), 16 * (step_id - 1), 16)]  # at least 1600 bytes
             assert stream.ask(step_message(step_id, rows, [1] if step_id == 1 else [])).drafts.step_id == step_id
 
     def test_an_engine_failure_ends_every_stream_with_its_reason(
@@ -254,7 +254,7 @@ class TestEnds:
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["lost", "refused"])
 def test_what_a_stream_held_is_freed_without_the_cycle_collector(drafter: ServedDrafter, is_refused: bool) -> None:
-    """It holds shared memory, and Python looks for cycles seldom."""
+    """A stream holds shared memory, and Python collects cycles rarely."""
     made: weakref.WeakSet[stream_module.DraftStream] = weakref.WeakSet()
 
     def remember(self: stream_module.DraftStream, session: Any, run: Any = stream_module.DraftStream.run) -> Any:

@@ -1,4 +1,4 @@
-"""Early drafts: a commit takes them, a whole step in their place drops them."""
+"""Early drafts: a commit takes them, a step that replaces the announced step drops them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_commit_before_early_drafts_begin_is_a_step(mode, device):
 
 
 def test_no_early_drafts_are_shown_without_room_for_all():
-    """They would stand where others are looked for."""
+    """With fewer drafts for a sequence, the verifier would read drafts at wrong places."""
     stream = connect(make_engine(TinyHead(), max_model_len=18))
     stream.step([Rows(i, TEXTS[i], 0, 12) for i in (1, 2)], [opened(i, 0.7, key=i) for i in (1, 2)])
     verifier = announcer(stream)
@@ -186,7 +186,7 @@ def test_a_commit_drops_what_was_announced_before():
 
 
 def test_a_commit_outlives_its_early_drafts(monkeypatch):
-    """They were dropped for those of a later step; its tokens and features are still there."""
+    """Early drafts of another session replaced them; the commit's tokens and features are still readable."""
     monkeypatch.setattr(early_drafts, "STALE_S", 0.0)
     engine = make_engine(TinyHead())
     stream, other = prompted(engine), prompted(engine)

@@ -1,4 +1,4 @@
-"""Early drafts: wrong announcements, many sessions, and what drafts that nobody takes may cost."""
+"""Early drafts: malformed announcements, several sessions, and the cost of unused drafts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_of_no_open_sequence_are_unknown(rows):
 
 
 def test_tokens_are_read_once():
-    """The verifier may write them again while the drafter computes."""
+    """The verifier may overwrite the tokens while the drafter computes."""
     stream, verifier = begun()
     verifier.scribble()
     assert_same(verifier.committed(), without(verified())[0])
@@ -86,7 +86,7 @@ def test_features_past_the_shared_memory_are_refused(change):
     stream = prompted(make_engine(TinyHead()))
     verifier = announcer(stream)
     if change == "generation":
-        verifier.sender.begin(torch.float32, (1, 1)).announce(pb.SharedSpan())  # in no message
+        verifier.sender.begin(torch.float32, (1, 1)).announce(pb.SharedSpan())  # a generation that no message announces
     with pytest.raises(InvalidArgumentError, match=f"announce.features.{change}"):
         verifier.announce(verified(), offset=(1 << 20) * (change == "offset"))
     assert_same(stream.step(verified()), without(verified())[0])
@@ -100,7 +100,7 @@ def test_a_sequence_without_room_for_its_rows_begins_nothing():
 
 
 def test_one_batch_begins_for_each_step_that_comes():
-    """A verifier that announces again and again has no more computed than one that sends steps."""
+    """Repeated announcements cause no more computation than steps."""
     stream, verifier = begun(verified([1]))
     verifier.committed()
     verifier.announce(verified([2]))
@@ -128,7 +128,7 @@ def test_after_dropped_drafts_none_begin_for_some_steps():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_sessions_step_comes_between(device):
-    """What was begun keeps its drafts while the other's are computed."""
+    """Early drafts are kept while the other session's drafts are computed."""
     engine = make_engine(TinyHead(device=device))
     mode = SamplingMode(gumbel=True, dense=True)
     stream, other = prompted(engine, mode), prompted(engine, mode)
@@ -252,7 +252,7 @@ def test_a_session_that_ends_leaves_no_memory_behind():
     stream, verifier = begun(verified([1]))
     verifier.announce(verified([2]))
     features = weakref.ref(verifier.receiver)
-    verifier.decoder.close()  # as the stream does
+    verifier.decoder.close()  # as a stream does when it ends
     verifier.announced.clear()
     stream.engine.close_session(stream.session)
     gc.disable()

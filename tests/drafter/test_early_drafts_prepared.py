@@ -1,4 +1,4 @@
-"""What the drafter prepares of an announced step before its tokens are written."""
+"""The preparation of an announced step before its tokens are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drafter_service.engine.proposer import Prepared, Proposer
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Prepared]:
-    """What has been prepared, of steps that were not announced too."""
+    """The inputs prepared so far, including those of steps that were not announced."""
     made, prepare = [], Proposer.prepare
 
     def note(self: Proposer, *args: Any) -> Prepared:
@@ -37,7 +37,7 @@ def test_what_was_prepared_once_begins_with_the_rows_drawn(mode, device, prepare
     monkeypatch.setattr(Proposer, "start", lambda *args: (started.append(args[1]), start(*args))[1])
     prepared.clear()
     verifier.announce(verified())
-    if device == "cpu":  # else the device writes when it likes
+    if device == "cpu":  # a GPU writes the tokens at any time
         for _ in range(3):
             assert not begin(stream.engine)
         assert len(prepared) == 1
@@ -95,7 +95,7 @@ def test_what_comes_between_changes_no_early_drafts(change: Callable[[Stream, St
     change(stream, other)
     before, taken = len(prepared), engine.early.num_taken
     assert not begin(engine)
-    assert len(prepared) == before + 1  # anew
+    assert len(prepared) == before + 1  # prepared again
     verifier.marks.write()
     assert begin(engine)
     assert len(prepared) == before + 1
@@ -147,7 +147,7 @@ def test_of_two_announced_steps_the_later_may_begin_first():
 
 
 def test_nothing_is_prepared_while_the_last_inputs_are_read(prepared, monkeypatch):
-    """Those of a batch that was dropped, for which nobody waits."""
+    """The device may still read the inputs of a dropped batch, for which no step waits."""
     engine = make_engine(TinyHead())
     stream, other = prompted(engine), prompted(engine)
     second = announcer(other)

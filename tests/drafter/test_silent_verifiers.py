@@ -1,4 +1,4 @@
-"""A drafter ends a stream on which no whole message comes."""
+"""A drafter ends a stream on which no whole message arrives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_keep_alives_hold_a_stream_open(drafter: ServedDrafter) -> None:
     while time.monotonic() < until:
         stream.send(pb.KeepAlive())
         time.sleep(SILENCE_S / 10)
-    assert stream.ask(step_message(1)).drafts.step_id == 1  # they have no answers
+    assert stream.ask(step_message(1)).drafts.step_id == 1  # keep-alives have no answers
     stream.end()
     assert stream.error()[0] == grpc.StatusCode.OK
 
@@ -51,4 +51,4 @@ def test_a_half_sent_step_ends_its_stream(drafter: ServedDrafter, short: int) ->
             await client.wait_for_ends(1, WAIT_S)
             return client.dropped
 
-    assert asyncio.run(send_half()) == set()  # the call has a status
+    assert asyncio.run(send_half()) == set()  # the call ended with a status

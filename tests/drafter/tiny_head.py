@@ -1,4 +1,4 @@
-"""A head of a few hundred random weights that depends on everything a real one depends on."""
+"""A head with a few thousand random weights that depends on the same inputs as a real head."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_POSITIONS = 96
 
 
 class TinyHead(ChainHead):
-    """Two attention layers: a state depends on the token, the feature, the position and every earlier row, and what it
-    leaves in the cache does too."""
+    """Two attention layers: a state depends on the token, the feature, the position and every earlier row, and so do
+    the second layer's keys and values."""
 
     def __init__(self, reduced_vocabulary: bool = True, device: str = "cpu") -> None:
         draw = torch.Generator().manual_seed(3)
@@ -44,7 +44,7 @@ class TinyHead(ChainHead):
         )
         self.embedding = torch.randn(TARGET_VOCAB, HIDDEN, generator=draw)
         self.fc = torch.randn(WIDTH, HIDDEN, generator=draw) * 0.2
-        # So small that rounding grows tenfold on its way through four drafts, not ten thousandfold.
+        # Small, so that rounding errors grow tenfold over four drafts, not ten thousandfold.
         self.qkv = torch.randn(2 * HIDDEN, 32, generator=draw) * 0.15
         self.out = torch.randn(16, HIDDEN, generator=draw)
         self.lm_head = torch.randn(HIDDEN, draft_vocab, generator=draw)

@@ -14,7 +14,7 @@ PROMPTS = ((3, 0, 6, 6, 4, 1), (7, 7, 2))
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only cost."""
+    """One torch thread, because the tensors are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def target(pair: Pair) -> Target:
 
 @pytest.fixture(scope="session")
 def drafters(pair: Pair) -> Iterator[dict[str, str]]:
-    """Addresses of drafter processes with the heads, by draft vocabulary."""
+    """Addresses of drafter processes, by the name of their head."""
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(start_drafter(directory, pair.target_dir, "--device", "cpu")).address

@@ -1,4 +1,4 @@
-"""Ways to draft and verify, and what each should accept."""
+"""Ways to draft and verify, and the acceptance expected of each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from exact_pair import VOCAB
 from exact_services import Sample
 
 MAX_DEVIATIONS = 5.0
-"""Standard errors of a count that refute its expectation."""
+"""Largest allowed difference between a count and its expectation, in standard errors."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How to draft, verify and sample; which head and prompt."""
+    """One way to draft, verify and sample, with a head and a prompt."""
 
     drafts: str  # greedy, gumbel, dense, top-2, top-3
     head: str = "full"
@@ -35,7 +35,7 @@ class Case:
         return " ".join(filter(None, words))
 
     def config(self) -> dict[str, Any]:
-        """The verifier's speculative config."""
+        """Return the verifier's speculative config."""
         config: dict[str, Any] = {"num_speculative_tokens": self.k, "rejection_sample_method": self.method}
         config["draft_sample_method"] = "greedy" if self.drafts == "greedy" else "gumbel"
         if self.drafts == "dense":
@@ -47,7 +47,7 @@ class Case:
         return config
 
     def seeds(self, count: int) -> Sequence[int | None]:
-        """The seeds of `count` requests."""
+        """Return the seeds of `count` requests."""
         return range(count) if self.seeded else [None] * count
 
     @property
@@ -55,7 +55,7 @@ class Case:
         return int(self.drafts.removeprefix("top-"))
 
     def acceptance(self, law: Law, depth: int) -> Array:
-        """[VOCAB ** depth]: probability that the first draft after each output of `depth` tokens is accepted."""
+        """Return the acceptance probability of the first draft after outputs of `depth` tokens: [VOCAB ** depth]."""
         p = law.target_rows(self.sampling, depth)
         q = law.draft_rows(self.head, self.sampling.temperature, depth)
         if self.drafts == "greedy":
@@ -71,10 +71,10 @@ class Case:
 
 
 def _coupled_acceptance(p: Array, q: Array) -> Array:
-    """Probability that Gumbel-max draws from p and q with the same noise agree.
+    """Return the probability that Gumbel-max draws from p and q with the same noise agree.
 
-    As races of exponentials e_j / p_j and e_j / q_j, token i wins both when e_j > e_i max(p_j / p_i, q_j / q_i) for
-    every other j, which has the probability 1 / sum_j max(p_j / p_i, q_j / q_i).
+    The draws are races of exponentials e_j / p_j and e_j / q_j. Token i wins both if
+    e_j > e_i max(p_j / p_i, q_j / q_i) for every other j, with probability 1 / sum_j max(p_j / p_i, q_j / q_i).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.maximum(p[:, None] / p[:, :, None], q[:, None] / q[:, :, None])
@@ -88,17 +88,17 @@ class FirstDrafts:
 
     drafted: int
     accepted: int
-    expected: float  # accepted, by the closed form for the output before each step
+    expected: float  # number of accepted drafts by the closed form, given the output before each step
     variance: float
 
     @property
     def deviations(self) -> float:
-        """Standard errors between what was accepted and what was to be."""
+        """Return the difference between accepted and expected drafts, in standard errors."""
         return abs(self.accepted - self.expected) / self.variance**0.5
 
 
 def count_first_drafts(samples: Sequence[Sample], case: Case, law: Law) -> FirstDrafts:
-    """Walks the verify steps of `samples`; a step that can emit one token alone has no drafts."""
+    """Count over the verify steps of `samples`; a step that can emit only one token has no drafts."""
     chances = [np.empty(0)] + [case.acceptance(law, depth) for depth in range(1, LENGTH)]
     drafted, accepted, expected, variance = 0, 0, 0.0, 0.0
     for sample in samples:

@@ -17,10 +17,10 @@ STEPS = 150
 def train_dspark(
     shape: HeadShape, features: Tensor, tokens: Tensor, wanted: Tensor, embedding: Tensor, output: Tensor
 ) -> DSparkHead:
-    """Return a head that was taught what the target says.
+    """Train a head on the target's distributions.
 
-    `features` [N, T, width], `tokens` [N, T], the target's laws `wanted` [N, T, V], its `embedding` and `output`
-    [V, hidden].
+    `features` [N, T, width], `tokens` [N, T], the target's distributions `wanted` [N, T, V], its `embedding` and
+    `output` [V, hidden].
     """
     torch.manual_seed(4)
     one_layer = shape.resized(num_hidden_layers=1)
@@ -44,7 +44,7 @@ def train_dspark(
 def first_logits(
     head: DSparkHead, features: Tensor, tokens: Tensor, first: int, embedding: Tensor, output: Tensor
 ) -> Tensor:
-    """[B, T - first, V]: of the first draft behind x_p, for positions p from `first` on.
+    """Return the logits of the first draft after x_p, for positions p from `first` on: [B, T - first, V].
 
     `features` [B, T, width] are g_0 .. and `tokens` [B, T] are x_0 ...
     """
@@ -55,6 +55,6 @@ def first_logits(
 def _logits(
     head: DSparkHead, features: Tensor, tokens: Tensor, anchors: Tensor, embedding: Tensor, output: Tensor
 ) -> Tensor:
-    """[B, A, BLOCK_SIZE, V]: of every slot of the blocks behind `anchors` [B, A]."""
+    """Return the logits of every slot of the blocks after `anchors` [B, A]: [B, A, BLOCK_SIZE, V]."""
     block = head.block(features, tokens, anchors, embedding)
     return F.linear(block.hidden, output) + head.markov_head.markov_w2(block.latent)

@@ -1,4 +1,4 @@
-"""The exact law of what a request emits, by enumeration of all its outputs, and the chi-square test against it."""
+"""The exact distribution (law) of a request's output, by enumeration of all outputs, and chi-square tests of it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scipy import stats
 Array = NDArray[np.float64]
 
 LENGTH = 6
-"""Tokens of an output: the first comes from the prompt's step, the rest from verify steps."""
+"""Tokens of an output: the first is from the prompt's step, the rest are from verify steps."""
 REFUTED = 1e-6
 """Probability below which a statistic refutes the law."""
 SMALLEST_CELL = 5.0
 """Expected count below which cells are merged."""
 WINDOWS = tuple((first, first + size) for size in (1, 2, 3) for first in range(LENGTH - size + 1))
-"""Runs of output positions whose joint law is tested: single ones, and pairs and triples of neighbours."""
+"""Output positions whose joint distribution is tested: single positions, and pairs and triples of neighbours."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Sampling:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def options(self) -> dict[str, Any]:
-        """Those that differ from the default, as the client takes them."""
+        """Return the parameters that differ from the default, as arguments of the client."""
         defaults = vars(Sampling())
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
 @dataclass(frozen=True, eq=False)
 class Law:
-    """What follows one prompt. Outputs of d tokens are numbered in base VOCAB, the first token most significant."""
+    """The outputs of one prompt. Outputs of d tokens are numbered in base VOCAB, the first token most significant."""
 
     pair: Pair
     prompt: tuple[int, ...]
@@ -58,29 +58,29 @@ class Law:
 
     @cached_property
     def _outputs(self) -> torch.Tensor:
-        """Every output of LENGTH - 1 tokens."""
+        """Return every output of LENGTH - 1 tokens."""
         digits = VOCAB ** np.arange(LENGTH - 2, -1, -1)
         return torch.from_numpy(np.arange(VOCAB ** (LENGTH - 1))[:, None] // digits % VOCAB)
 
     @cached_property
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and features [VOCAB ** (LENGTH - 1), len(prompt) + LENGTH - 1, ...] of prompt + output."""
+        """Return logits and features of prompt + output, [VOCAB ** (LENGTH - 1), len(prompt) + LENGTH - 1, ...]."""
         prompts = torch.tensor(self.prompt).expand(len(self._outputs), -1)
         parts = [run_target(self.pair.target, part) for part in torch.cat([prompts, self._outputs], 1).split(4096)]
         return torch.cat([logits for logits, _ in parts]), torch.cat([features for _, features in parts])
 
     def _of_prefixes(self, rows: torch.Tensor, depth: int) -> Array:
-        """Of rows [VOCAB ** (LENGTH - 1), LENGTH, ...], by output position, those after each output of `depth`."""
+        """Return the rows after each output of `depth` tokens, of `rows` [VOCAB ** (LENGTH - 1), LENGTH, ...]."""
         return rows[:: VOCAB ** (LENGTH - 1 - depth), depth].double().numpy()
 
     def target_rows(self, sampling: Sampling, depth: int) -> Array:
-        """[VOCAB ** depth, VOCAB]: the target's distribution after each output of `depth` tokens."""
+        """Return the target's distribution after each output of `depth` tokens, [VOCAB ** depth, VOCAB]."""
         if (sampling, depth) not in self._targets:
             self._targets[sampling, depth] = self._target_rows(sampling, depth)
         return self._targets[sampling, depth]
 
     def target_logits(self, depth: int) -> Array:
-        """[VOCAB ** depth, VOCAB]: the target's logits after each output of `depth` tokens."""
+        """Return the target's logits after each output of `depth` tokens, [VOCAB ** depth, VOCAB]."""
         return self._of_prefixes(self._rows[0][:, len(self.prompt) - 1 :], depth)
 
     def _target_rows(self, sampling: Sampling, depth: int) -> Array:
@@ -92,7 +92,7 @@ class Law:
         return distribution(logits, sampling, np.isin(np.arange(VOCAB), self.prompt), counts)
 
     def draft_rows(self, head: str, temperature: float, depth: int) -> Array:
-        """[VOCAB ** depth, VOCAB], depth from 1: the head's first distribution after each output of `depth` tokens."""
+        """Return the first draft's distribution after each output of `depth` >= 1 tokens, [VOCAB ** depth, VOCAB]."""
         if head not in self._drafts:
             logits = self._dspark_logits() if head == "dspark" else self._draft_logits(head)
             self._drafts[head] = [self._of_prefixes(logits, depth) for depth in range(1, LENGTH)]
@@ -100,7 +100,7 @@ class Law:
         return softmax(logits / temperature)
 
     def _dspark_logits(self) -> torch.Tensor:
-        """As `_draft_logits`."""
+        """Return the same as `_draft_logits`, of the DSpark head."""
         head, target = self.pair.dspark, self.pair.target
         embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
         tokens = torch.cat([torch.tensor(self.prompt).expand(len(self._outputs), -1), self._outputs], 1)
@@ -109,7 +109,7 @@ class Law:
         return torch.cat([first_logits(head, features, own, first, embedding, output) for features, own in parts])
 
     def _draft_logits(self, head: str) -> torch.Tensor:
-        """[VOCAB ** (LENGTH - 1), LENGTH, VOCAB]: of the first draft behind the output tokens so far."""
+        """Return the first draft's logits after each prefix of an output, [VOCAB ** (LENGTH - 1), LENGTH, VOCAB]."""
         model = self.pair.heads[head]
         tokens = torch.cat([torch.tensor(self.prompt).expand(len(self._outputs), -1), self._outputs], 1)[:, 1:]
         features = self._rows[1][:, :-1]
@@ -124,7 +124,7 @@ class Law:
         return logits
 
     def law(self, sampling: Sampling) -> Array:
-        """[VOCAB] * LENGTH: the probability of every output."""
+        """Return the probability of every output, [VOCAB] * LENGTH."""
         if sampling not in self._laws:
             law = np.ones(1)
             for depth in range(LENGTH):
@@ -133,10 +133,10 @@ class Law:
         return self._laws[sampling]
 
     def refutation(self, outputs: Sequence[Sequence[int]], sampling: Sampling) -> float:
-        """Largest chi-square over its quantile at 1 - REFUTED; above 1 refutes the law.
+        """Return the largest chi-square statistic over its quantile at 1 - REFUTED; above 1 refutes the law.
 
-        Of all windows, and of the steps from token to token at all positions together, each against its own prefix's
-        distribution.
+        There is one statistic for each window, and one for the transitions from token to token at all positions. Each
+        transition is compared with the distribution after its prefix.
         """
         law = self.law(sampling)
         drawn = np.array(outputs)
@@ -150,10 +150,10 @@ class Law:
         return max(*ratios, self._transitions(drawn, sampling))
 
     def _transitions(self, drawn: NDArray[np.int64], sampling: Sampling) -> float:
-        """The chi-square of (last token, next token) over all positions, over its quantile.
+        """Return the chi-square statistic of (last token, next token) at all positions, over its quantile.
 
-        Counts less what was expected of each prefix are a martingale, and a mixture of distributions varies less than
-        draws from their mean, so the quantile is on the safe side.
+        Counts minus the expectations after each prefix are a martingale. Draws from a mixture of distributions vary
+        less than draws from their mean, so the quantile is conservative.
         """
         counts, expected = np.zeros((VOCAB, VOCAB)), np.zeros((VOCAB, VOCAB))
         for depth in range(1, LENGTH):
@@ -166,13 +166,13 @@ class Law:
 
 
 def chi_square_ratio(counts: Array, law: Array) -> float:
-    """The chi-square of `counts` over its quantile at 1 - REFUTED, rare cells merged; infinite for what cannot be."""
+    """Return the chi-square statistic over its quantile, with rare cells merged; infinite for impossible counts."""
     if counts[law == 0].sum() > 0:
         return float("inf")
     order = np.argsort(-law)
     expected, counts = law[order] * counts.sum(), counts[order]
     common = int((expected >= SMALLEST_CELL).sum())
-    # Of the rest one cell, joined to the last common one where even together they are rare.
+    # All rare cells are one cell. If that cell is rare too, it is merged with the last common cell.
     if expected[common:].sum() < SMALLEST_CELL:
         common -= 1
     expected = np.append(expected[:common], expected[common:].sum())
@@ -187,7 +187,7 @@ def softmax(x: Array) -> Array:
 
 
 def forbidden(outputs: NDArray[np.int64], sampling: Sampling) -> NDArray[np.bool_]:
-    """[N, VOCAB]: tokens that are not allowed, or would complete a bad word, after each output [N, depth]."""
+    """Return the tokens that are not allowed or complete a bad word after each output [N, depth]: [N, VOCAB]."""
     masked = np.zeros((len(outputs), VOCAB), bool)
     if sampling.allowed_token_ids:
         masked[:, sorted(set(range(VOCAB)) - set(sampling.allowed_token_ids))] = True
@@ -199,9 +199,9 @@ def forbidden(outputs: NDArray[np.int64], sampling: Sampling) -> NDArray[np.bool
 
 
 def distribution(logits: Array, sampling: Sampling, in_prompt: NDArray[np.bool_], counts: NDArray[np.int64]) -> Array:
-    """What is sampled from: `logits` [N, VOCAB] after penalties, temperature, min-p, top-k and top-p.
+    """Return the sampled distribution: `logits` [N, VOCAB] after penalties, temperature, min-p, top-k and top-p.
 
-    `in_prompt` [VOCAB] and `counts` [N, VOCAB] say which tokens are in the prompt and how often each is in the output.
+    `in_prompt` [VOCAB] marks the tokens of the prompt. `counts` [N, VOCAB] counts the tokens of the output.
     """
     x = logits.copy()
     factor = np.where(x > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)

@@ -1,7 +1,7 @@
-"""A target of eight tokens and heads for it, trained in seconds: small enough to write down every law.
+"""A target with eight tokens and heads for it, trained in seconds: small enough to enumerate all outputs.
 
-The target is a Llama with random weights, large enough that what comes next depends on the whole context. The heads
-see what it generates and are stopped early: they are right often, never always.
+The target is a Llama with random weights, large enough that the next token depends on the whole context. The heads are
+trained on its samples and stopped early, so that their drafts are often right, but not always.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRAINED_LENGTH = 16
 TRAINED_SEQUENCES = 1024
 TRAINING_STEPS = 45
 OVERCONFIDENCE = 2.0
-"""Factor of a trained head's logits: far enough from the target that every mistake in verification shows."""
+"""Factor of a trained head's logits, so that drafts differ enough from the target to show verification errors."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Pair:
 
 
 def make_pair(directory: Path) -> Pair:
-    """Makes the target, trains the heads and writes all as they are published."""
+    """Make the target, train the heads and write all in the published layouts."""
     target = _make_target()
     target_dir = directory / "target"
     target.save_pretrained(target_dir)
@@ -86,7 +86,7 @@ def _make_dspark(target: LlamaForCausalLM, tokens: Tensor) -> DSparkHead:
 
 
 def write_head(head: Eagle3Head, directory: Path) -> None:
-    """Writes a head as it is published."""
+    """Write a head in the published layout."""
     export_head(head, eagle3_config(head, FEATURES, end=0), directory)
 
 
@@ -114,10 +114,10 @@ def _make_target() -> LlamaForCausalLM:
 
 
 def _look_back(target: LlamaForCausalLM) -> None:
-    """Makes the first layer attend to the previous token, so that a head needs the features of its very row.
+    """Make the first layer attend to the previous token, so that a head needs the features of exactly its row.
 
-    Every embedding gets the same first element, which nothing else reads or changes. The first head's query and the key
-    are made of it: the same for all tokens, but that the rotary embedding finds the key one position ahead.
+    Every embedding gets the same first element, which no layer changes. Only the key and the query of the first
+    attention head read this element, so both are equal for all tokens. The key is rotated one position ahead.
     """
     for name, weight in target.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -137,7 +137,7 @@ def _look_back(target: LlamaForCausalLM) -> None:
 
 
 def generate(target: LlamaForCausalLM, count: int, length: int, seed: int) -> Tensor:
-    """[count, length] sampled from the target at temperature 1, each after a random token."""
+    """Sample `count` sequences from the target at temperature 1, each after a random token: [count, length]."""
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (count, 1), generator=draw)
     for _ in range(length - 1):
@@ -147,13 +147,13 @@ def generate(target: LlamaForCausalLM, count: int, length: int, seed: int) -> Te
 
 
 def run_target(target: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [B, T, VOCAB] and the heads' features [B, T, width], as transformers computes them."""
+    """Return logits [B, T, VOCAB] and the heads' features [B, T, width], as transformers computes them."""
     output = target(tokens, output_hidden_states=True)
     return output.logits, torch.cat([output.hidden_states[layer] for layer in FEATURES], dim=-1)
 
 
 def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int = 3) -> Eagle3Head:
-    """A head over the draft vocabulary `ids`, from initial weights of that seed."""
+    """Train a head over the draft vocabulary `ids`; `seed` selects the initial weights."""
     torch.manual_seed(seed)
     head = Eagle3Head(SHAPE.resized(num_hidden_layers=1), SHAPE.hidden_size, len(ids))
     head.set_draft_vocabulary(ids)
@@ -165,11 +165,11 @@ def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int 
         logits, features = run_target(target, batch)
         wanted = logits.softmax(-1)[..., ids]
         length = batch.shape[1] - 1
-        inputs = F.pad(batch[:, 1:], (0, 1)).unfold(1, length, 1)  # [B, 2, length]: of both steps of the chain
+        inputs = F.pad(batch[:, 1:], (0, 1)).unfold(1, length, 1)  # [B, 2, length], tokens of both steps of the chain
         chain = head.chain(features[:, :-1], embedding, lambda s, _, inputs=inputs: inputs[:, s], 2)
         loss = torch.zeros(())
         for s, normed in enumerate(chain):
-            rows = length - s  # row i of step s stands for x_{i + 2 + s}, which follows x_{i + 1 + s}
+            rows = length - s  # row i of step s predicts x_{i + 2 + s}, which follows x_{i + 1 + s}
             log_q = head.lm_head(normed[:, :rows]).log_softmax(-1)
             loss = loss - (wanted[:, 1 + s : 1 + s + rows] * log_q).sum(-1).mean()
         optimizer.zero_grad()
@@ -180,7 +180,7 @@ def train_head(target: LlamaForCausalLM, tokens: Tensor, ids: Tensor, seed: int 
 
 
 def as_stored(head: Head) -> Head:
-    """Return the head that is on disk: what is stored is bfloat16."""
+    """Return the head with its weights rounded to bfloat16, as on disk."""
     for weight in head.parameters():
         weight.data = weight.data.bfloat16().float()
     return head.requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""Both services on loopback: as processes, or in this process where a test changes their inside; and their clients."""
+"""A verifier in this process, which tests can change, and clients that collect samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sample:
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -53,7 +53,7 @@ class Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` to its end."""
+        """Run `work` and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
@@ -80,8 +80,9 @@ def serve_verifier(
     tokenizer_dir: Path | None = None,
     limit: Limit | None = None,
 ) -> Iterator[str]:
-    """Address of a verifier in this process, whose drafters are all connected; by default drafts are waited for. With a
-    `limit` all drafts are asked for, and that is which of them are verified in each step.
+    """Serve a verifier in this process and yield its address when all drafters are connected.
+
+    By default steps wait for drafts. With a `limit` all drafts are requested, and the limit selects those to verify.
     """
     limits = EngineLimits(
         max_num_seqs=IN_FLIGHT,
@@ -118,7 +119,7 @@ def serve_verifier(
 def wait_for_drafters(
     address: str, *states: generate_pb2.DrafterState, count: int = 1
 ) -> list[generate_pb2.DrafterStatus]:
-    """Waits until a verifier has found `count` drafters and all are in one of `states`."""
+    """Wait until a verifier has found `count` drafters and all are in one of `states`; return the drafters."""
 
     async def wait() -> list[generate_pb2.DrafterStatus]:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -136,14 +137,14 @@ def wait_for_drafters(
 def sample(
     address: str, prompt: Sequence[int], seeds: Iterable[int | None], *, at_once: int = IN_FLIGHT, **options: Any
 ) -> list[Sample]:
-    """One request for each seed, or without one; the outputs in the order of the seeds."""
+    """Send one request for each seed, or None for no seed; return the outputs in order."""
     return sample_prompts(address, [(prompt, seed) for seed in seeds], at_once=at_once, **options)
 
 
 def sample_prompts(
     address: str, requests: Sequence[tuple[Sequence[int], int | None]], *, at_once: int = IN_FLIGHT, **options: Any
 ) -> list[Sample]:
-    """One request for each (prompt, seed)."""
+    """Send one request for each (prompt, seed); return the outputs in order."""
     samples: list[Any] = [None] * len(requests)
 
     async def work(client: AsyncClient, numbers: Iterator[int]) -> None:

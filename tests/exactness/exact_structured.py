@@ -1,4 +1,4 @@
-"""The law of structured output over the exact pair's eight tokens: seven letters and an end."""
+"""The distribution of structured output over the tiny target's eight tokens: seven letters and an end token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEXT = {
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer whose tokens are the letters and the end."""
+    """Write a tokenizer whose tokens are the letters and the end token."""
     tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate([*LETTERS, "<end>"])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def transitions() -> np.ndarray:
-    """[states, VOCAB]: the state after each token; OUTSIDE for a token that cannot come."""
+    """Return the state after each token, [states, VOCAB]; OUTSIDE for a token that the grammar forbids."""
     table = np.full((len(_NEXT), VOCAB), OUTSIDE)
     for state, following in _NEXT.items():
         for letter, then in following.items():
@@ -50,7 +50,7 @@ def transitions() -> np.ndarray:
 
 
 class StructuredLaw(Law):
-    """The law of outputs that follow REGEX. What comes behind an end counts as more ends."""
+    """The distribution of outputs that match REGEX; only end tokens follow an end token."""
 
     def _target_rows(self, sampling: Sampling, depth: int) -> Array:
         logits = self.target_logits(depth)
@@ -61,11 +61,11 @@ class StructuredLaw(Law):
         for place in range(depth):
             state = table[state, outputs[:, place]]
         is_allowed = table[state] != OUTSIDE
-        is_allowed[state == OUTSIDE] = True  # no output comes there
+        is_allowed[state == OUTSIDE] = True  # the state of impossible outputs
         logits = np.where(is_allowed, logits, -np.inf)
         return distribution(logits, sampling, np.isin(np.arange(VOCAB), self.prompt), counts)
 
 
 def padded(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
-    """The outputs, as long as the longest, with ends behind them."""
+    """Return the outputs, padded to LENGTH with end tokens."""
     return [(*one.tokens, *[END] * (LENGTH - len(one.tokens))) for one in samples]

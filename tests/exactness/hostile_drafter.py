@@ -1,4 +1,4 @@
-"""A drafter that keeps to the handshake and to nothing else."""
+"""A drafter with a correct handshake that may break every other rule of the contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftwire_kernels import NOISE_VERSION
 
 @dataclass(frozen=True)
 class Wish:
-    """A sequence of a step that wants drafts."""
+    """A sequence of a step for which drafts are requested."""
 
     sequence_id: int
     proposal_key: int
@@ -32,13 +32,13 @@ class Wish:
 
     @property
     def position(self) -> int:
-        """Of the first draft: n + 1."""
+        """Return the position of the first draft, n + 1."""
         return len(self.tokens) + 1
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is answered to a wish."""
+    """The answer to a wish."""
 
     sequence_id: int
     committed_length: int
@@ -52,19 +52,19 @@ Deliver = Callable[[list[pb.Drafts]], AsyncIterator[pb.Drafts]]
 
 
 def propose(wish: Wish, tokens: Sequence[int], **changes: Any) -> Proposal:
-    """A well-formed answer with these drafts, but for `changes`."""
+    """Return a well-formed answer with these drafts, except for `changes`."""
     answer = Proposal(wish.sequence_id, wish.position, wish.tokens[-1], tuple(tokens[: wish.num_drafts]))
     return replace(answer, **changes)
 
 
 async def at_once(answers: list[pb.Drafts]) -> AsyncIterator[pb.Drafts]:
-    """Delivers each answer once, when it is there."""
+    """Deliver the newest answer once, without delay."""
     yield answers[-1]
 
 
 @dataclass
 class HostileDrafter(draft_pb2_grpc.DraftingServicer):
-    """Answers every step with what `proposer` makes of its wishes, delivered as `deliver` likes."""
+    """Answers every step with the proposals of `proposer` for its wishes, delivered by `deliver`."""
 
     proposer: Propose
     deliver: Deliver = at_once
@@ -148,7 +148,7 @@ def _encode(step_id: int, proposals: list[Proposal]) -> pb.Drafts:
 
 @contextlib.contextmanager
 def serve_hostile(drafter: HostileDrafter) -> Iterator[str]:
-    """Address of the drafter."""
+    """Serve the drafter and yield its address."""
     loop = Loop()
 
     async def start() -> tuple[grpc.aio.Server, str]:

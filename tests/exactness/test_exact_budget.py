@@ -1,4 +1,4 @@
-"""The law holds while a budget leaves drafts out by their confidences, and fails where it looks at the drafts."""
+"""A budget that selects drafts by confidence keeps the output's distribution; one that sees the drafts does not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.xdist_group("exactness_budget")
 
 REQUESTS = 1200
 MORE_REQUESTS = 6000
-"""For the mutant: a draft that is left out is replaced by a sample of the target, which dilutes the bias."""
+"""For the mutant: samples of the target replace the drafts that are not verified, so the bias is small."""
 BLOWN = 2.0
-"""Times the chi-square quantile that refutes the law."""
+"""Least ratio of chi-square statistic and quantile for a mutant."""
 LIMIT = Limit(least_survival=0.4, most_drafts=10**6)
 LOWER = Limit(least_survival=0.3, most_drafts=10**6)
-"""Where confidences are near 0.4: calibration, which depends on the order of steps, moves them over it."""
+"""For confidences near 0.4: calibration depends on the order of steps and may move them across that limit."""
 SCARCE = Limit(least_survival=0.0, most_drafts=60)
 CASES = [
     (Case("dense"), LIMIT),
@@ -41,7 +41,7 @@ CASES = [
 
 
 def share_verified(samples: list[Sample]) -> float:
-    """Verified drafts, of those that came: k for each step of a request with room for as many."""
+    """Return the share of verify steps whose first draft was verified."""
     drafted = np.sum([one.statistics.drafted for one in samples], axis=0)
     steps = sum(one.statistics.verify_steps for one in samples)
     return float(drafted[0] / steps)
@@ -61,7 +61,7 @@ def test_samples_follow_the_target_with_a_budget(
 
 
 def confidence_of_the_draft(*args: Any, **options: Any) -> DecodedAnswer:
-    """In place of each confidence the probability of its own draft."""
+    """Replace each confidence by the probability of its draft."""
     decoded = decode_answer(*args, **options)
     if decoded.logits is None:
         return decoded
@@ -73,7 +73,7 @@ def confidence_of_the_draft(*args: Any, **options: Any) -> DecodedAnswer:
 def test_a_budget_by_the_probability_of_the_draft_fails(
     laws: list[Law], target: Target, drafters: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without calibration, which finds such confidences to be worth little."""
+    """Calibration is off, because it would give such confidences little weight."""
     monkeypatch.setattr(answer_intake, "decode_answer", confidence_of_the_draft)
     monkeypatch.setattr(Calibration, "acceptance", lambda _, confidences: confidences)
     assert refutation(laws, target, drafters) > BLOWN

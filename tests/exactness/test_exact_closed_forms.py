@@ -1,4 +1,4 @@
-"""Acceptance of every method is what its closed form says of the same steps, computed again in one process."""
+"""The acceptance of each method equals its closed form for the same steps, recomputed in one process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ K = 3
 OUTPUT = 24
 SEEDS = 200
 PROMPTS = ((3, 0, 6, 6, 4, 1), (7, 7, 2))  # of different lengths, so that a batch is padded
-# Of six cells of three positions, a deviation this large comes by chance once in a thousand runs.
+# With six cells of three positions, one run in a thousand has such a deviation by chance.
 MAX_Z = 4.0
-# The tiny pair has eight tokens, so that its top three stand for a large vocabulary's top 64.
+# The tiny target has eight tokens, so its top 3 replace the top 64 of a large vocabulary.
 TINY = [
     replace(method, config={**method.config, "draft_logits": {"top_n": 3}}) if "top" in method.name else method
     for method in METHODS
@@ -41,7 +41,7 @@ def dspark_models(pair: Pair) -> Models:
 
 @pytest.fixture(scope="module")
 def served(target: Target, drafters: dict[str, str]):
-    """Continuations by method and temperature, each served once."""
+    """A function that returns continuations by method, temperature and head, and serves each combination once."""
     made: dict[tuple[str, float, str], list[Continuation]] = {}
 
     def continuations(method: Method, temperature: float, head: str = "reduced") -> list[Continuation]:

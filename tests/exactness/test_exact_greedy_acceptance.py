@@ -1,6 +1,6 @@
-"""At temperature 0 the system accepts draft for draft what the head's chain, walked over transformers' states, accepts.
+"""At temperature 0 each step accepts the same drafts as an offline walk of the head over transformers' states.
 
-Wrong features never change the output, so the chi-square cannot see them; this comparison must.
+Wrong features do not change the output, so the chi-square test cannot find them; this comparison does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDING = 2e-4
 
 @dataclass(frozen=True)
 class Walk:
-    """A prompt with its greedy output, and which drafts after each row would be right."""
+    """A prompt with its greedy output, and whether each draft after each row is right."""
 
     tokens: list[int]
     prompt_length: int
@@ -47,14 +47,14 @@ class Walk:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The tokens that each verify step should emit."""
+        """Return the number of tokens that each verify step should emit."""
         return tuple(_steps(self.matches, self.prompt_length, len(self.tokens)))
 
 
 def walk_all(pair: Pair, head: str) -> list[Walk]:
-    """The greedy continuations of random prompts, and how the head's drafts do on each.
+    """Return the greedy continuations of random prompts, with the head's drafts compared to each.
 
-    Walks with drafts that are within rounding of another are left out: batches of other shapes round otherwise.
+    Walks with a draft within rounding of a tie are left out, because rounding depends on the shape of the batch.
     """
     draw = torch.Generator().manual_seed(17)
     walks = []
@@ -71,9 +71,9 @@ def walk_all(pair: Pair, head: str) -> list[Walk]:
 
 
 def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T - 1, K]: whether greedy draft s after accepted row i is token i + 2 + s; False past the end.
+    """Return whether greedy draft s after accepted row i is token i + 2 + s, [B, T - 1, K]; False past the end.
 
-    And [B], the smallest distance of the two best scores of a draft.
+    Also return the smallest difference between the two best logits of a draft, [B].
     """
     model = pair.heads[head]
     following = tokens[:, 1:]
@@ -106,13 +106,13 @@ def _steps(matches: list[list[bool]], prompt_length: int, end: int) -> Iterable[
 
 
 def emitted_steps(walks: Sequence[Walk], target: Target, drafter: str) -> list[tuple[int, ...]]:
-    """Tokens of each verify step of each request; checks the outputs."""
+    """Return the number of tokens of each verify step of each request; check the outputs."""
     with serve_verifier(target, {"num_speculative_tokens": K}, [drafter]) as address:
         return [one.step_sizes[1:] for one in walk_through(address, walks)]
 
 
 def walk_through(address: str, walks: Sequence[Walk], **options: Any) -> list[Sample]:
-    """What a verifier says to the prompts of walks whose outputs have the same length; checks it."""
+    """Send the prompts of walks with outputs of equal length to a verifier; check and return the outputs."""
     length = len(walks[0].output)
     samples = sample_prompts(
         address, [(walk.prompt, 0) for walk in walks], max_tokens=length, temperature=0.0, ignore_eos=True, **options
@@ -139,7 +139,7 @@ def test_every_step_accepts_what_the_offline_walk_accepts(
 def test_a_prefix_that_is_in_the_cache_changes_no_step(
     head: str, pair: Pair, target: Target, drafters: dict[str, str]
 ) -> None:
-    """The walks are gone a second time with most of their output as a part of their prompts."""
+    """The prompts of the second requests include most of the first outputs."""
     walks = walk_all(pair, head)
     again = [replace(walk, prompt_length=walk.prompt_length + OUTPUT - 7) for walk in walks]
     with serve_verifier(target, {"num_speculative_tokens": K}, [drafters[head]]) as address:
@@ -153,7 +153,7 @@ def test_a_prefix_that_is_in_the_cache_changes_no_step(
 def test_a_prefix_without_drafts_is_recomputed_for_one_with(
     pair: Pair, target: Target, drafters: dict[str, str]
 ) -> None:
-    """Its features were not kept; they are from then on, and the prefix is found."""
+    """The prefix has no features. The first request with drafts recomputes and stores them; the second finds them."""
     walks = walk_all(pair, "full")
     again = [replace(walk, prompt_length=walk.prompt_length + OUTPUT - 7) for walk in walks]
     with serve_verifier(target, {"num_speculative_tokens": K}, [drafters["full"]]) as address:
@@ -161,7 +161,7 @@ def test_a_prefix_without_drafts_is_recomputed_for_one_with(
         rounds = [walk_through(address, again) for _ in range(2)]
     first, second = (sum(one.statistics.prefix_hit_tokens for one in samples) for samples in rounds)
     assert second == sum((walk.prompt_length - 1) // BLOCK_SIZE * BLOCK_SIZE for walk in again)
-    assert first < second / 10  # of prompts that begin alike
+    assert first < second / 10  # hits among prompts with a common prefix
     for samples in rounds:
         assert [one.step_sizes[1:] for one in samples] == [walk.steps for walk in again]
 

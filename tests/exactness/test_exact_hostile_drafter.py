@@ -1,4 +1,4 @@
-"""No drafter changes what clients get: without draft logits whatever it sends, with them because it is expelled."""
+"""Hostile drafters: without draft logits they cannot change the output's law; with logits, mismatches expel them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("exactness_wrong")
 K = 3
 REQUESTS = 700
 READY, EXPELLED = generate_pb2.DRAFTER_STATE_READY, generate_pb2.DRAFTER_STATE_EXPELLED
-# Of a drafter that is still believed: where answers are late, it may be left alone or on trial at the end.
+# States of a drafter that is not expelled; after late answers it may be slow or on trial at the end.
 BELIEVED = (READY, generate_pb2.DRAFTER_STATE_SLOW, generate_pb2.DRAFTER_STATE_PROBING)
 DEADLINE_S = 0.05
 
@@ -34,7 +34,7 @@ def constant(_law: Law, wish: Wish) -> Proposal:
 
 
 def likeliest(law: Law, wish: Wish, *, sign: int = 1) -> Proposal:
-    """Drafts what the target itself finds likeliest (or least likely): it has the target and the prompt."""
+    """Draft the target's most (or least) likely tokens; this drafter knows the target and the prompt."""
     output = list(wish.tokens[len(law.prompt) - 1 :])
     for _ in range(wish.num_drafts):
         number = 0
@@ -49,7 +49,7 @@ def unlikeliest(law: Law, wish: Wish) -> Proposal:
 
 
 def as_many_as_it_likes(law: Law, wish: Wish) -> Proposal:
-    """The number of drafts depends on the drafts."""
+    """Let the number of drafts depend on the drafts."""
     tokens = likeliest(law, wish).tokens
     return propose(wish, tokens[: tokens[0] % (K + 1)])
 
@@ -75,7 +75,7 @@ def more_than_asked(_law: Law, wish: Wish) -> Proposal:
 
 
 async def late(answers: list[draft_pb2.Drafts]) -> AsyncIterator[draft_pb2.Drafts]:
-    """Some answers come after the deadline; which ones depends on the drafts in them."""
+    """Deliver some answers after the deadline, depending on their drafts."""
     if sum(answers[-1].tokens.data) % 4 == 0:
         await asyncio.sleep(1.2 * DEADLINE_S)
     yield answers[-1]
@@ -87,7 +87,7 @@ async def twice(answers: list[draft_pb2.Drafts]) -> AsyncIterator[draft_pb2.Draf
 
 
 async def an_old_one_again(answers: list[draft_pb2.Drafts]) -> AsyncIterator[draft_pb2.Drafts]:
-    """The drafts of the step before, under the number of this one, which must have been for as many sequences."""
+    """Deliver the previous step's drafts with this step's id, unless they are for more sequences."""
     if len(answers) > 1 and len(answers[-2].sequence_ids) <= len(answers[-1].sequence_ids):
         drafts = draft_pb2.Drafts()
         drafts.CopyFrom(answers[-2])
@@ -135,7 +135,7 @@ def test_without_logits_the_law_holds_whatever_is_drafted(
         status = wait_for_drafters(address, *([EXPELLED] if is_expelled else BELIEVED))[0]
     assert law.refutation([one.tokens for one in samples], Sampling()) < 1
     assert status.detail.startswith("expelled: ") == is_expelled
-    if acceptance is not None:  # its drafts were really used
+    if acceptance is not None:  # its drafts were used
         assert sum(one.statistics.drafted[0] for one in samples) > 100
         assert _first_acceptance(samples) > acceptance
 
@@ -157,7 +157,7 @@ def test_seeded_output_is_that_without_drafts(
 
 
 def sampled_as_declared(wish: Wish) -> Proposal:
-    """Drafts from a distribution of its own, honestly: the noise is that of the request's proposal key."""
+    """Sample honestly from the declared logits, with the noise of the request's proposal key."""
     logits = torch.zeros(wish.num_drafts, VOCAB)
     logits[:, wish.tokens[-1]] = 2.0
     positions = wish.position + torch.arange(wish.num_drafts)
@@ -168,7 +168,7 @@ def sampled_as_declared(wish: Wish) -> Proposal:
 
 
 def not_sampled_as_declared(wish: Wish) -> Proposal:
-    """Always the same draft, said to be as likely as any other: each is accepted more often than it should be."""
+    """Always draft the same token but declare uniform logits, so that drafts are accepted too often."""
     return propose(wish, [3] * K, logits=torch.zeros(wish.num_drafts, VOCAB))
 
 

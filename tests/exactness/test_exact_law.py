@@ -1,4 +1,4 @@
-"""What clients sample through both services follows the target's law, and drafts help as they should."""
+"""Samples through both services follow the target's law, and acceptance matches its closed form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CASES = [
     Case("top-3", head="dspark", prompt=1, sampling=FILTERED),
     Case("dense", head="dspark", method="block", prompt=1, k=4),
 ]
-# Their requests have seeds, and no draft has logits.
+# Requests have seeds, and drafts have no logits.
 INDEPENDENT_OF_DRAFTS = [
     Case("greedy"),
     Case("greedy", head="reduced", prompt=1, k=4),
@@ -63,7 +63,7 @@ INDEPENDENT_OF_DRAFTS = [
 
 
 def check(samples: list[Sample], case: Case, law: Law) -> None:
-    """The law, and acceptance at the first place of a step against its closed form."""
+    """Check the law, and the acceptance of first drafts against its closed form."""
     ratio = law.refutation([one.tokens for one in samples], case.sampling)
     assert ratio < 1
     assert not any(one.statistics.synthetic_acceptance for one in samples)
@@ -99,7 +99,7 @@ def test_samples_follow_the_target_and_do_not_depend_on_drafts(
 
 
 def test_samples_of_two_processes_follow_the_target(pair: Pair, laws: list[Law], drafters: dict[str, str]) -> None:
-    """Requests with two prompts in one batch, then such without drafts."""
+    """Requests with two prompts share batches; requests without drafts follow."""
     case = Case("dense")
     with start_verifier(
         pair.target_dir,

@@ -1,7 +1,7 @@
-"""The chi-square of test_exact_law is worth something: a verifier that is wrong in a known way fails it by far.
+"""A verifier with a known error fails the chi-square test of test_exact_law by a large margin.
 
-Each mutant takes, in this process, the place of `rejection_sample` in the verifier's sampler; `batch` is its logits,
-drafts, cu_rows, temperature, keys and position.
+Each mutant replaces `rejection_sample` in the sampler of a verifier in this process. `batch` is the logits, drafts,
+cu_rows, temperature, keys and position.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.xdist_group("exactness_wrong")
 
 REQUESTS = 1200
 MORE_REQUESTS = 8000
-"""For one draft a step, the mutants whose bias is small: noise that was used twice."""
+"""For the mutants with one draft per step, which reuse noise: their bias is small."""
 BLOWN = 2.0
-"""Times the chi-square quantile that refutes the law."""
+"""Least ratio of chi-square statistic and quantile for a mutant."""
 
 Verification = Callable[..., RejectionResult]
 
@@ -61,7 +61,7 @@ def draw_the_same_noise_at_every_position(*batch: Any, **rest: Any) -> Rejection
 
 
 def accept_with_the_noise_that_proposed(*batch: Any, **_: Any) -> RejectionResult:
-    """The one-hot test of at most one draft, with the draft's own proposal noise turned into its uniform."""
+    """Verify at most one draft by the one-hot test, with a uniform computed from the draft's proposal noise."""
     logits, drafts, cu_rows, temperature, keys, position = batch
     first = cu_rows[:-1].long()
     drafted = (cu_rows.diff() == 2).nonzero()[:, 0]
@@ -114,7 +114,7 @@ def test_mutant_fails(
 def test_bad_words_without_the_drafts_before_a_row_fail(
     laws: list[Law], target: Target, drafters: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows whose output lacks their draft prefix draw what the law forbids."""
+    """Masks that ignore the drafts before a row let the row sample forbidden tokens."""
 
     def blind(logits: torch.Tensor, forbidden: Any, _: Any, layout: Any) -> torch.Tensor:
         return forbid_sequences(logits, forbidden, None, layout)

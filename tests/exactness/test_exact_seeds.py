@@ -1,4 +1,4 @@
-"""200 seeded requests have the same tokens alone, in a crowd, with any drafts, without, and when their drafter dies."""
+"""200 seeded requests have the same tokens alone, batched, with any or no drafts, and after their drafter dies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokens(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
 
 
 def count(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Drafts that were verified and accepted."""
+    """Return the numbers of verified drafts and of accepted drafts."""
     statistics = [one.statistics for one in samples]
     return sum(sum(one.drafted) for one in statistics), sum(sum(one.accepted) for one in statistics)
 

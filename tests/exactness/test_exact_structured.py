@@ -1,4 +1,4 @@
-"""Structured output follows the masked and renormalised target through both services, and mutants of it do not."""
+"""Structured output through both services follows the masked, renormalised target; mutants are found."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def directory(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refutation(
     case: Case, law: StructuredLaw, target: Target, directory: Path, drafters: dict[str, str], requests: int = REQUESTS
 ) -> float:
-    """How far outputs are from the law, with drafts that leave the grammar and drafts that are accepted."""
+    """Return `Law.refutation` of the outputs; check that drafts are accepted and rejected and that outputs end."""
     options = case.sampling.options() | OPTIONS
     with serve_verifier(target, case.config(), [drafters[case.head]], tokenizer_dir=directory) as address:
         samples = sample(address, law.prompt, case.seeds(requests), max_tokens=LENGTH, **options)
@@ -107,7 +107,7 @@ def test_samples_of_two_processes_follow_the_masked_target(
 
 
 def mask_without_the_drafts(filler: MaskFiller, requests: Sequence[MaskedRows]) -> RowMasks:
-    """Every row of a request has the mask of its first row."""
+    """Give every row of a request the mask of its first row."""
     first = fill(filler, [one._replace(drafts=[]) for one in requests])
     counts = [1 + len(one.drafts) for one in requests]
     rows = np.concatenate([np.arange(one.first, one.first + n) for one, n in zip(requests, counts, strict=True)])

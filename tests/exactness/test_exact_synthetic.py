@@ -1,4 +1,4 @@
-"""Synthetic acceptance accepts at the rates that it was given, and says so."""
+"""Synthetic acceptance has the configured rates, and the statistics mark it as synthetic."""
 
 from __future__ import annotations
 

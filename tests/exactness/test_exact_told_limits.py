@@ -1,4 +1,4 @@
-"""What SECURITY.md says that a hostile drafter can do, done: these are limits of the promise, which it must tell."""
+"""The attacks of a hostile drafter that SECURITY.md documents succeed, so SECURITY.md must name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys() -> StreamKeys:
 def first_tokens(
     drafted: torch.Tensor, keys: StreamKeys, draft_logits: DraftLogits | None = None, method: str = "standard"
 ) -> torch.Tensor:
-    """[B] int64, of requests that draft the wished token, or nothing."""
+    """Return the first tokens of requests that draft the wished token, or nothing: [B] int64."""
     num_rows = 1 + drafted.int()
     cu_rows = torch.cat([torch.zeros(1, dtype=torch.int32), num_rows.cumsum(0).int()])
     drafts = torch.full((int(drafted.sum()),), WISHED)
@@ -44,14 +44,14 @@ def test_draft_logits_chosen_by_the_noise_bias_the_output(keys: StreamKeys) -> N
     noise = gumbel_noise(row_state(keys.proposal, POSITION, 0), torch.arange(VOCAB, dtype=torch.int32), torch.float32)
     honest, chosen = torch.zeros(REQUESTS, VOCAB), -noise
     chosen[:, WISHED] += 0.1
-    assert bool((gumbel_sample(chosen, TEMPERATURE, keys.proposal, POSITION) == WISHED).all())  # so says any re-draw
+    assert bool((gumbel_sample(chosen, TEMPERATURE, keys.proposal, POSITION) == WISHED).all())  # any re-draw agrees
     assert 0.05 < share(gumbel_sample(honest, TEMPERATURE, keys.proposal, POSITION)) < 0.2
     everyone = torch.ones(REQUESTS, dtype=torch.bool)
     assert share(first_tokens(everyone, keys, DraftLogits(chosen, None))) > 3 * P_WISHED
 
 
 def test_noise_used_twice_tells_which_drafts_will_be_accepted(keys: StreamKeys) -> None:
-    """So a seed, which may be used twice, selects "coupled", where drafts decide nothing."""
+    """A seed, which may be used twice, therefore selects "coupled", where drafts do not affect the output."""
     first = first_tokens(torch.ones(REQUESTS, dtype=torch.bool), keys)
     assert share(first) == pytest.approx(P_WISHED, abs=0.03)
     assert share(first_tokens(first == WISHED, keys)) > 1.5 * P_WISHED

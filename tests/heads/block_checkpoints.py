@@ -1,4 +1,4 @@
-"""Small random checkpoints of DFlash, DSpark and P-EAGLE heads in the published layouts; weights as of EAGLE heads."""
+"""Small random checkpoints of DFlash, DSpark and P-EAGLE heads in the published layouts, as in head_checkpoints.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BlockCase:
     layer
         Keys of the decoder layers that differ from `_LAYER`.
     options
-        The head's own keys: top level, of `dflash_config` with `nested`.
+        The head's keys: of `dflash_config` with `nested`, else of the top level.
     """
 
     layout: str
@@ -205,7 +205,7 @@ def _more_shapes(case: BlockCase) -> dict[str, tuple[int, ...]]:
 
 
 def head_tensors(case: BlockCase) -> dict[str, torch.Tensor]:
-    """The head's tensors under the names of its layout."""
+    """Return the head's tensors under the names of its layout."""
     tensors = {}
     for name, shape in _shapes(case).items():
         deviation = 0.2 if len(shape) == 1 else 1.0 if name == "mask_hidden" else shape[-1] ** -0.5
@@ -219,7 +219,7 @@ def head_tensors(case: BlockCase) -> dict[str, torch.Tensor]:
 
 
 def head_config(case: BlockCase) -> dict[str, Any]:
-    """The head's config.json."""
+    """Return the head's config.json."""
     if case.layout == "flat":
         return {"architectures": ["Qwen3DSparkModel"], **case.layers, **case.options}
     if case.layout == "nested":
@@ -244,7 +244,7 @@ def head_config(case: BlockCase) -> dict[str, Any]:
 
 
 def target_tensors(case: BlockCase) -> dict[str, torch.Tensor]:
-    """What of the target a head may share."""
+    """Return the target's tensors that a head may share."""
     names = ("model.embed_tokens.weight", "lm_head.weight")
     return {
         name: torch.from_numpy(uniform(case.seed, name, (VOCAB_SIZE, HIDDEN), HIDDEN**-0.5)) for name in names
@@ -258,7 +258,7 @@ def write_case(case: BlockCase, directory: Path) -> tuple[Path, Path]:
 
 
 def inputs(case: BlockCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens x_i, [NUM_ROWS + 8] int64, and features g_i, [NUM_ROWS, width] float32."""
+    """Return tokens x_i, [NUM_ROWS + 8] int64, and features g_i, [NUM_ROWS, width] float32."""
     tokens = np.argsort(uniform(case.seed, "tokens", (VOCAB_SIZE,)))[: NUM_ROWS + 8]
     features = uniform(case.seed, "features", (NUM_ROWS, case.num_features * HIDDEN))
     return torch.from_numpy(tokens), torch.from_numpy(features)

@@ -11,7 +11,7 @@ from pairs import Pair
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Pair]:
-    """Writes the checkpoints of a case."""
+    """A function that writes the checkpoints of a case."""
     torch.set_num_threads(1)
 
     def write(case: Any = "eagle3", folder: str = "pair") -> Pair:

@@ -1,7 +1,7 @@
 """Small random checkpoints of heads and targets in the published layouts, equal on every machine and version.
 
-Weights come from the raw output of PCG64, whose stream is fixed by its algorithm, and are seeded by tensor name, so
-that the same weights under the names of two layouts are the same numbers.
+Weights come from the raw output of PCG64, which its algorithm fixes. The seed includes the tensor's name in the EAGLE-3
+layout of speculators, so that a weight has the same values in every layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DRAFT_VOCAB_SIZE = 24
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...], deviation: float = 1.0) -> np.ndarray:
-    """float32 of mean 0 and the given standard deviation, uniformly distributed."""
+    """Return uniformly distributed float32 values of mean 0 and the given standard deviation."""
     raw = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(int(np.prod(shape)))
     centred = (raw >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5
     return (centred * 12**0.5 * deviation).astype(np.float32).reshape(shape)
@@ -41,9 +41,9 @@ class Case:
     layout
         `eagle3`, `eagle1` (SafeAILab), `speculators_eagle3` or `speculators_eagle1`.
     layer
-        Configuration of the decoder layers, in transformers' terms.
+        Configuration of the decoder layers, with transformers' keys.
     options
-        The head's own keys of config.json.
+        Other keys of the head's config.json.
     """
 
     layout: str
@@ -164,7 +164,7 @@ CASES = {
 
 
 def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes by the names of speculators' EAGLE-3 layout."""
+    """Return shapes by tensor name in speculators' EAGLE-3 layout."""
     layer, hidden = case.layer, case.layer["hidden_size"]
     head_dim = layer.get("head_dim", hidden // layer["num_attention_heads"])
     q, kv = layer["num_attention_heads"] * head_dim, layer["num_key_value_heads"] * head_dim
@@ -223,7 +223,7 @@ def _weights(seed: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torc
 
 
 def _vocabulary(case: Case) -> dict[str, torch.Tensor]:
-    """d2t and t2d of a reduced vocabulary."""
+    """Return d2t and t2d of a reduced vocabulary."""
     if case.draft_vocab_size == VOCAB_SIZE:
         return {}
     ids = np.sort(np.argsort(uniform(case.seed, "d2t", (VOCAB_SIZE,)))[: case.draft_vocab_size])
@@ -233,7 +233,7 @@ def _vocabulary(case: Case) -> dict[str, torch.Tensor]:
 
 
 def head_tensors(case: Case) -> dict[str, torch.Tensor]:
-    """The head's tensors under the names of its layout."""
+    """Return the head's tensors under the names of its layout."""
     tensors = _weights(case.seed, _shapes(case)) | _vocabulary(case)
     if case.layout == "eagle3":
         return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
@@ -244,7 +244,7 @@ def head_tensors(case: Case) -> dict[str, torch.Tensor]:
 
 
 def head_config(case: Case) -> dict[str, Any]:
-    """The head's config.json."""
+    """Return the head's config.json."""
     if not case.layout.startswith("speculators"):
         return {"architectures": ["LlamaForCausalLM"], **case.layer, **case.options}
     kind = case.layout.removeprefix("speculators_")
@@ -264,14 +264,14 @@ def head_config(case: Case) -> dict[str, Any]:
 
 
 def target_tensors(case: Case) -> dict[str, torch.Tensor]:
-    """What of the target a head may share."""
+    """Return the target's tensors that a head may share."""
     shape = (VOCAB_SIZE, case.target_hidden_size)
     shapes = {"model.embed_tokens.weight": shape} | ({} if case.tied_target else {"lm_head.weight": shape})
     return _weights(case.seed, shapes)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a JSON file."""
+    """Write a JSON file."""
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
@@ -282,7 +282,7 @@ def write_pair(
     target: dict[str, Any],
     target_tensors: Mapping[str, torch.Tensor],
 ) -> tuple[Path, Path]:
-    """Write a head and its target, with these keys of its config, below `directory`; return their directories."""
+    """Write a head and its target, with the config keys `target`, below `directory`; return their directories."""
     head_dir, target_dir = directory / "head", directory / "target"
     common = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE}
     for path, values, weights in (
@@ -303,15 +303,15 @@ def write_case(case: Case, directory: Path) -> tuple[Path, Path]:
 
 @cache
 def stored_numbers(name: str) -> dict[str, torch.Tensor]:
-    """Return what a file of this folder holds."""
+    """Return the arrays of an .npz file in this folder."""
     with np.load(Path(__file__).with_name(name)) as file:
         return {key: torch.from_numpy(file[key]) for key in file}
 
 
 def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, [NUM_ROWS + NUM_DRAFTS] int64, and features, [NUM_ROWS, width] float32.
+    """Return tokens, [NUM_ROWS + NUM_DRAFTS] int64, and features, [NUM_ROWS, width] float32.
 
-    Row i is true with token i and features i. A chain that starts behind row i has the tokens i + 1, i + 2, ...
+    Accepted row i has token i and features i. A chain of drafts after row i has the tokens i + 1, i + 2, ...
     """
     tokens = np.argsort(uniform(case.seed, "tokens", (VOCAB_SIZE,)))[: NUM_ROWS + NUM_DRAFTS]
     features = uniform(case.seed, "features", (NUM_ROWS, case.feature_width))

@@ -1,13 +1,13 @@
-"""Runs the peers' own code on the checkpoints of `head_checkpoints.py` and keeps its numbers in reference.npz.
+"""Run the peers' code on the checkpoints of `head_checkpoints.py` and write the results to reference.npz.
 
-The numbers that are checked in came from torch 2.13.0 (CPU, float32), transformers 5.23.0 and
+The file in the repository was made with torch 2.13.0 (CPU, float32), transformers 5.23.0 and
 
 - SafeAILab/EAGLE, commit cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b: eagle/model/cnets.py, cnets1.py
 - speculators 0.9.0, whose EAGLE-3 model is that of vllm-project/speculators commit
   c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b
 - vllm-project/speculators, commit 1c2e04354239139fd14467168c3dfa4b53e9f9c6, the last with EagleSpeculator
 
-by these commands, in an environment of their own that holds the packages named above:
+by these commands, in a separate environment with the packages above:
 
     git clone https://github.com/SafeAILab/EAGLE /tmp/EAGLE
     git -C /tmp/EAGLE checkout cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b
@@ -19,12 +19,12 @@ by these commands, in an environment of their own that holds the packages named 
     python tests/heads/make_reference.py merge --out tests/heads/reference.npz \
         --parts /tmp/eagle.npz /tmp/speculators.npz /tmp/eagle1.npz
 
-The second `speculators` needs transformers below 5; its numbers came from transformers 4.57.1.
+The older `speculators` needs transformers below 5; its results came from transformers 4.57.1.
 
-For each case `<case>.hidden` and `<case>.logits` are [1 + NUM_DRAFTS, NUM_ROWS, ...]: step 0 is the pass over the true
-rows, step s the s-th draft row of a chain that starts behind each accepted row. EAGLE's code gives the chains one by
-one, through its own cache and after roll-backs; speculators' gives all at once, by its training-time test. The sliding
-windows of that test do not move along a chain, so that of a case with windows step 0 alone is kept.
+For each case `<case>.hidden` and `<case>.logits` are [1 + NUM_DRAFTS, NUM_ROWS, ...]. Step 0 is the pass over the
+accepted rows. Step s is the s-th draft row of a chain that starts after each accepted row. EAGLE's code computes one
+chain at a time, through its cache and with roll-backs; the training-time test of speculators computes all chains at
+once. Its sliding windows do not move along a chain, so the file has only step 0 of cases with windows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def run_eagle(source: Path) -> Arrays:
-    """SafeAILab's cnets.py and cnets1.py."""
+    """Return the results of SafeAILab's cnets.py and cnets1.py."""
     sys.path.insert(0, str(source))
     arrays: Arrays = {}
     for name, case in CASES.items():
@@ -58,7 +58,7 @@ def run_eagle(source: Path) -> Arrays:
 
 
 def _eagle_numbers(case: Case, module: Any) -> tuple[np.ndarray, np.ndarray]:
-    # EConfig fills in these; transformers 5 keeps no rope_scaling attribute, which cnets.py asks for.
+    # The defaults of EConfig. cnets.py reads rope_scaling, which transformers 5 does not keep.
     defaults = {"rope_scaling": None, "pretraining_tp": 1}
     config = SimpleNamespace(**(defaults | case.layer | case.options))
     model = module.Model(config, bias=case.options.get("bias", True)).eval()
@@ -93,7 +93,7 @@ def _eagle_numbers(case: Case, module: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run_speculators() -> Arrays:
-    """The EAGLE-3 model of the installed `speculators`; its training-time test is a chain behind every row."""
+    """Return the results of the installed `speculators`' EAGLE-3 model: its training-time test runs all chains."""
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     arrays: Arrays = {}
@@ -116,7 +116,7 @@ def run_speculators() -> Arrays:
         watched.register_forward_hook(lambda _m, _i, out, to=states: to.append(out[0]))
         model.lm_head.register_forward_hook(lambda _m, _i, out, to=logits: to.append(out[0]))
         tokens, features = inputs(case)
-        # the training-time test shifts its tokens; rows past NUM_ROWS only carry the tokens of the last chains
+        # the training-time test shifts its tokens; rows past NUM_ROWS only provide the tokens of the last chains
         features = torch.cat((features, torch.zeros(NUM_DRAFTS, features.shape[1])))
         with torch.inference_mode():
             model(
@@ -133,7 +133,7 @@ def run_speculators() -> Arrays:
 
 
 def run_speculators_eagle1(source: Path) -> Arrays:
-    """EagleSpeculator of an older `speculators`; one pass over a chain's true and draft rows, without a cache."""
+    """Return the results of an older EagleSpeculator: each pass computes all rows of a chain, without a cache."""
     sys.path.insert(0, str(source))
     from speculators.models.eagle import EagleSpeculator, EagleSpeculatorConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -155,7 +155,7 @@ def run_speculators_eagle1(source: Path) -> Arrays:
     model.transformer.register_forward_hook(
         lambda _m, _i, out: states.append((out[0] if isinstance(out, tuple) else out).reshape(-1, 32))
     )
-    # its forward takes layer_outputs[0], which transformers 5 makes the first sequence of a plain tensor
+    # EagleSpeculator takes layer_outputs[0]; in transformers 5 the outputs are a tensor, so that is its first sequence
     tokens, features = inputs(case)
     steps = torch.empty(1 + NUM_DRAFTS, NUM_ROWS, 32)
     with torch.inference_mode():
@@ -171,7 +171,7 @@ def run_speculators_eagle1(source: Path) -> Arrays:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the code of one peer, or merge the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=("eagle", "speculators", "speculators-eagle1", "merge"))
     parser.add_argument("--source", type=Path, help="checkout of the peer")

@@ -1,4 +1,4 @@
-"""Heads of all checkpoints of this folder with their targets, as directories or loaded."""
+"""The heads of this folder's checkpoints with their targets, as directories or loaded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from drafter_service.heads import Head, load_head
 
 CPU = torch.device("cpu")
 CASES: dict[str, Case | BlockCase] = {**head_checkpoints.CASES, **block_checkpoints.CASES}
-BLOCKS = ([5, 2], [1, 7], [6, 3])  # of the cache of three sequences, out of order and interleaved
+BLOCKS = ([5, 2], [1, 7], [6, 3])  # cache blocks of three sequences, out of order and interleaved
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
 
 class Pair:
-    """A head's and a target's directory whose files a test may change."""
+    """The directories of a head and its target, whose files a test may change."""
 
     def __init__(self, case: str | Case | BlockCase, folder: Path) -> None:
         case = CASES[case] if isinstance(case, str) else case
@@ -42,7 +42,7 @@ class Pair:
         return loaded
 
     def change(self, which: str = "head", **values: Any) -> None:
-        """Change keys of a config.json; ... removes a key. Keys of dflash_config are changed there."""
+        """Change keys of a config.json; the value `...` removes a key. Keys in `dflash_config` are changed there."""
         config = self.config(which)
         for key, value in values.items():
             owner = config["dflash_config"] if key in config.get("dflash_config", {}) else config
@@ -52,7 +52,7 @@ class Pair:
         write_json(self._directory(which) / "config.json", config)
 
     def change_layer(self, **values: Any) -> None:
-        """Change keys of the layers' configuration in the layout of speculators."""
+        """Change keys of the layers' configuration in speculators' layout."""
         self.change(transformer_layer_config=self.config()["transformer_layer_config"] | values)
 
     def change_tensors(self, change: Callable[[Tensors], object], which: str = "head") -> None:
@@ -67,7 +67,7 @@ class Pair:
 
 @cache
 def loaded(name: str) -> Head:
-    """The head of a case."""
+    """Return the head of a case."""
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         return Pair(name, Path(folder)).load()

@@ -1,4 +1,4 @@
-"""What is read from a DFlash, DSpark or P-EAGLE head's directory, and how one that cannot be served is refused."""
+"""Loading of DFlash, DSpark and P-EAGLE heads, and refusal of heads that cannot be served."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TARGET = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN}
 
 
 def read(pair: Pair, num_layers: int = 8) -> BlockConfig:
-    """The head's configuration for a target of this many layers."""
+    """Return the head's configuration for a target of `num_layers` layers."""
     return read_block_config(pair.config(), "head", Reader({**TARGET, "num_hidden_layers": num_layers}, "target"))
 
 
 def block_states(head: Head) -> torch.Tensor:
-    """Of a block in front of all context."""
+    """Return the states of a block without context."""
     assert isinstance(head, DFlashHead)
     cache = KVCache(head.spec.layer_shapes, 2, torch.float32, CPU)
     size = head.spec.block_rows
@@ -50,7 +50,7 @@ def block_states(head: Head) -> torch.Tensor:
     ],
 )
 def test_spec(make: Callable[..., Pair], case: str, method: str, layers: tuple[int, ...], max_drafts: int) -> None:
-    """A layer of `target_layer_ids` is read where it ends, one of `aux_hidden_state_layer_ids` where it begins."""
+    """`target_layer_ids` select the outputs of layers, `aux_hidden_state_layer_ids` the inputs."""
     spec = make(case).load().spec
     assert (spec.method, spec.feature_layers, spec.max_drafts) == (method, layers, max_drafts)
     assert (spec.target_num_layers, spec.feature_width) == (8, 3 * HIDDEN)
@@ -85,7 +85,7 @@ def test_what_layers_see(make: Callable[..., Pair], changes: Config, spans: list
 
 
 def test_what_layers_of_speculators_see(make: Callable[..., Pair]) -> None:
-    """The window of a block is that of its anchor."""
+    """All rows of a block have the window of the anchor."""
     assert read(make("speculators_windows")).spans == (Span(7, causal=True, anchored=True), Span(causal=False))
 
 
@@ -111,7 +111,7 @@ def test_a_target_with_too_few_layers_for_those(make: Callable[..., Pair], case:
 
 @pytest.mark.parametrize("projector", ["dspark", "dflash"])
 def test_the_projector_decides_what_the_anchor_predicts(make: Callable[..., Pair], projector: str) -> None:
-    """Wherever its key is, as for all keys of `dflash_config`."""
+    """`projector_type` may be in `dflash_config` or at the top level, like all keys of `dflash_config`."""
     inside, outside = make("specforge_dflash"), make("specforge_dflash", "outside")
     inside.change(dflash_config={**inside.config()["dflash_config"], "projector_type": projector})
     outside.change(projector_type=projector)
@@ -119,7 +119,7 @@ def test_the_projector_decides_what_the_anchor_predicts(make: Callable[..., Pair
 
 
 def test_a_mask_embedding_of_its_own(make: Callable[..., Pair]) -> None:
-    """As a tensor of the checkpoint, or in the file that vLLM reads; it stands for the mask token's."""
+    """A mask embedding, in the checkpoint or in the file that vLLM reads, replaces the mask token's embedding."""
     case = replace(CASES["specforge_dflash"], own_mask=True)
     as_tensor, as_file, without = make(case), make("specforge_dflash", "file"), make("specforge_dflash", "without")
     mask = head_tensors(case)["mask_embedding"]
@@ -192,7 +192,7 @@ def test_refused_options(make: Callable[..., Pair], case: str, changes: Config, 
 def test_unknown_keys_of_an_eagle_head_are_logged(
     make: Callable[..., Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their configurations are often copies of the target's."""
+    """Unknown keys are not refused, because the configuration is often a copy of the target's."""
     pair = make("peagle")
     pair.load()
     assert not caplog.messages
@@ -216,7 +216,7 @@ def test_a_head_of_another_target(make: Callable[..., Pair], case: str, key: str
     pair = make(case)
     pair.change("target", **{key: value})
     if key == "num_hidden_layers" and case not in ("deepseek_dspark", "specforge_dflash"):
-        assert pair.load().spec.target_num_layers == 9  # whose configuration does not say
+        assert pair.load().spec.target_num_layers == 9  # the head's configuration has no number of layers
         return
     with pytest.raises(MismatchError, match=message):
         pair.load()

@@ -1,19 +1,19 @@
-"""DFlash, DSpark and P-EAGLE heads give the states, logits and confidences that the peers' own code gave.
+"""DFlash, DSpark and P-EAGLE heads give the same states, logits and confidences as the peers' code.
 
-block_reference.npz holds those numbers for the checkpoints of block_checkpoints.py, made with torch 2.13.0 (CPU,
+block_reference.npz has the peers' results for the checkpoints of block_checkpoints.py, made with torch 2.13.0 (CPU,
 float32) and transformers 5.23.0 by the models of
 
 - deepseek-ai/DeepSpec, commit afdfa7c9382a3341a3e6f17756dd816da79f132c: `Qwen3DSparkModel._forward_backbone`,
   `markov_head.apply_block_logits` and `predict_confidence_step`
 - sgl-project/SpecForge, commit a6b6b0230009d15ec2a97a57384e6f53f0f96946: `DFlashDraftModel.forward`, with
-  `create_dflash_sdpa_mask` where there are windows, and the same heads of `DSparkDraftModel`
+  `create_dflash_sdpa_mask` for windows, and the same heads of `DSparkDraftModel`
 - vllm-project/speculators, commit c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b: `DFlashDraftModel._backbone_forward` with
-  the loss mask set at the anchors alone, `MarkovHead.block_bias`, `ConfidenceHead`, and `PEagleDraftModel.forward` for
-  the depths 0 of all rows and 1 to 3 of those in front of the anchors
+  the loss mask set only at the anchors, `MarkovHead.block_bias`, `ConfidenceHead`, and `PEagleDraftModel.forward` at
+  depth 0 for all rows and at depths 1 to 3 for the rows before the anchors
 
-For each case and each anchor n of `ANCHORS`: `hidden` [A, 4, 32] of the block's slots behind the final norm (before it
-for P-EAGLE), `logits` [A, N, V_draft] and `confidences` [A, N] of the slots that predict, each behind the tokens of
-`inputs` and not behind the head's own drafts.
+The arrays of each case, for the A anchors n of `ANCHORS`: `hidden` [A, 4, 32] of the block's slots after the final norm
+(before the norm for P-EAGLE), `logits` [A, N, V_draft] and `confidences` [A, N] of the slots that predict. Each slot
+follows the tokens of `inputs`, not the head's drafts.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def rows_of(tokens: torch.Tensor, pieces: list[tuple[int, int, int]]) -> Rows:
-    """Rows start .. start + count - 1 of each (sequence, start, count)."""
+    """Return rows start .. start + count - 1 of each (sequence, start, count)."""
     batch = RaggedBatch([SequenceRows(BLOCKS[which], start, count) for which, start, count in pieces], CPU)
     places = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
     return Rows(tokens[places + 1], places, batch)
 
 
 class Scene(DraftContext):
-    """Three sequences in front of their anchors; what is drawn is what `inputs` has next, and is kept."""
+    """Three sequences with their anchors. Each draw records the logits and returns the next tokens of `inputs`."""
 
     def __init__(self, name: str, held_back: int = 1) -> None:
-        """The last `held_back` rows of each sequence come with the step, the others before it."""
+        """Put the last `held_back` rows of each sequence in the step, and enter earlier rows before."""
         self.head = loaded(name)
         self.tokens, features = inputs(CASES[name])
         self.cache = KVCache(self.head.spec.layer_shapes, 8, torch.float32, CPU)
@@ -77,7 +77,7 @@ class Scene(DraftContext):
         return rows._replace(tokens=torch.zeros_like(rows.tokens))
 
     def check(self, name: str, num_drafts: int) -> None:
-        """Compares what was drawn from with the reference."""
+        """Compare the recorded logits and confidences with the reference."""
         expected = NUMBERS[f"{name}.logits"][:, :num_drafts]
         torch.testing.assert_close(torch.stack(self.logits, 1), expected, **TOLERANCE)
         if f"{name}.confidences" in NUMBERS:
@@ -116,7 +116,7 @@ def test_states_of_a_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_dspark", "speculators_windows", "peagle"])
 def test_rejected_drafts_leave_nothing_behind(name: str) -> None:
-    """A block in front of each row: the rows that come next overwrite it."""
+    """The next rows overwrite the rows of a rejected block."""
     scene = Scene(name)
     scene.head.draft(scene, 3)
     again = Scene(name)

@@ -1,4 +1,4 @@
-"""A head's fusion makes the same states in another process; weights that are not the head's are refused."""
+"""A transferred fusion gives the head's states; weights that differ from the head's are refused."""
 
 from __future__ import annotations
 

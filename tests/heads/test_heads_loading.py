@@ -1,4 +1,4 @@
-"""What is read from a head's directory, and how a head that cannot be served is refused."""
+"""Loading of EAGLE heads, and refusal of heads that cannot be served."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_rope_parameter_of_null_counts_as_not_given(make: Callable[..., Pair])
 
 
 def test_embedding_and_output_of_the_target(make: Callable[..., Pair]) -> None:
-    """lm_head may be the target's when the vocabularies are the same, its embedding when that is tied."""
+    """With equal vocabularies, lm_head may be the target's, or the target's embedding if it has no lm_head."""
     pair = make(replace(CASES["eagle3"], options={}))
     pair.change_tensors(lambda tensors: tensors.pop("lm_head.weight"))
     pair.change_tensors(lambda tensors: tensors.pop("lm_head.weight"), "target")
@@ -207,7 +207,7 @@ def test_dummy_weights_need_no_checkpoint(make: Callable[..., Pair]) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"layer_types": ["chunked_attention"]}, "layer_types = .*: must be full_attention or sliding_attention"),
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 is more than vocab_size 64"),
-        # Values that are false to Python are given all the same.
+        # Falsy values count as given.
         ({"eagle_config": []}, r"eagle_config must be an object, not \[\]"),
         ({"layer_types": []}, r"layer_types = \[\]: must be full_attention or sliding_attention"),
         ({"eagle_aux_hidden_state_layer_ids": 0}, "eagle_aux_hidden_state_layer_ids = 0: must be layers of the target"),

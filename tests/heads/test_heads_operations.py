@@ -1,4 +1,4 @@
-"""The Triton kernels of a head's layers compute what torch computes: through the interpreter, and compiled on CUDA."""
+"""The Triton kernels of a head's layers match torch, in the interpreter and compiled on CUDA."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from drafter_service.heads import operations
 layers = pytest.importorskip("drafter_service.heads.kernels")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter cuts a float off where bfloat16 rounds it.
+# The interpreter truncates floats to bfloat16 instead of rounding.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-# Torch and the kernels add up in different orders, so that a sum, and with it a rounded result, may differ by one step.
+# Torch and the kernels sum in different orders, so that a rounded result may differ by one step.
 STEPS = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 

@@ -1,4 +1,4 @@
-"""Heads give the states and logits that EAGLE's and speculators' own code gave: reference.npz, by make_reference.py."""
+"""Heads give the states and logits of EAGLE's and speculators' code, from reference.npz of make_reference.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = {"rtol": 2e-6, "atol": 2e-5}
 
 
 class Rig:
-    """A head, its cache, its inputs and what the peer made of them."""
+    """A head with its cache and inputs, and the peer's results."""
 
     def __init__(self, name: str) -> None:
         self.head = loaded(name)
@@ -29,14 +29,14 @@ class Rig:
         self.depth = len(self.hidden) - 1  # draft steps of the reference
 
     def run(self, pieces: list[tuple[int, int, int]], g: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows start .. start + count - 1 of each (sequence, start, count), their true states unless g is given."""
+        """Run rows start .. start + count - 1 of each (sequence, start, count), on their features or else on `g`."""
         batch = RaggedBatch([SequenceRows(BLOCKS[which], start, count) for which, start, count in pieces], CPU)
         rows = torch.cat([torch.arange(start, start + count) for _, start, count in pieces])
         g = self.g[rows] if g is None else g
         return self.head.forward(self.tokens[rows], g, self.positions[rows], self.cache, batch)
 
     def check(self, out: torch.Tensor, step: int, rows: slice | list[int]) -> None:
-        """Compares states, and the logits of them, with the reference's rows of a step."""
+        """Compare states and their logits with the reference's rows of a step."""
         torch.testing.assert_close(out, self.hidden[step, rows], **TOLERANCE)
         torch.testing.assert_close(self.head.logits(out), self.logits[step, rows], **TOLERANCE)
 
@@ -63,7 +63,7 @@ def test_chain_of_drafts_behind_the_last_row(rig: Rig) -> None:
 
 
 def test_accepted_rows_after_roll_backs(rig: Rig) -> None:
-    """A chain behind every row: its speculative rows are overwritten by the accepted ones that come next."""
+    """A chain of drafts follows every row; the next accepted rows overwrite the chain."""
     for row in range(NUM_ROWS):
         out = rig.run([(0, row, 1)])
         rig.check(out, 0, [row])
@@ -74,7 +74,7 @@ def test_accepted_rows_after_roll_backs(rig: Rig) -> None:
 
 
 def test_several_rows_at_once_after_a_roll_back(rig: Rig) -> None:
-    """What follows a verify step: a chain of three, then two accepted rows over it and further rows behind them."""
+    """As after a verify step: a chain of three drafts, then two accepted rows over the chain, then further rows."""
     out = rig.run([(0, 0, 10)])[-1:]
     for step in range(1, NUM_DRAFTS + 1):
         out = rig.run([(0, 9 + step, 1)], out)
