@@ -18,12 +18,12 @@ def target() -> Target:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replace the real clock."""
+    """Replace the real clock with a fake one."""
     return Clock.stand_in(monkeypatch)
 
 
 @pytest.fixture
 def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let links connect again after milliseconds."""
+    """Let links reconnect after milliseconds."""
     monkeypatch.setattr(connection, "BACKOFF_S", (0.02, 0.05))
     monkeypatch.setattr(connection, "REFUSED_RETRY_S", 0.05)

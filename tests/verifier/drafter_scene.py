@@ -22,7 +22,7 @@ DENSE = {**GUMBEL, "draft_logits": "dense"}
 def start(
     config: dict[str, Any] | None = None, deadline_s: float | None = None, *, confidences: bool = False, **request: Any
 ) -> Any:
-    """Return (scene, stream, request) whose rows were sent and whose drafts are awaited."""
+    """Return (scene, stream, request) after the rows of a decoding request were sent to a drafter."""
     scene = Scene(config, deadline_s)
     stream = scene.connect(confidences=confidences)
     one = scene.decode(**request)
@@ -31,7 +31,7 @@ def start(
 
 
 def move(scene: Scene, *lengths: int) -> tuple[RecordedStream, list[Request]]:
-    """Return a new drafter, and requests with prompts of these lengths whose drafter was lost: all rows are backlog."""
+    """Return a new drafter, and requests with these prompt lengths whose drafter was lost: all rows are backlog."""
     first = scene.connect()
     requests = [scene.decode(length) for length in lengths]
     scene.flush()

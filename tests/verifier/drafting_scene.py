@@ -1,4 +1,4 @@
-"""Drafting with all that surrounds it played by hand: the target, its requests, the drafters' streams and the clock."""
+"""`Drafting` with fakes of the target, its requests, the drafters' streams and the clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ K = 3
 
 
 def make_head(**changes: Any) -> HeadInfo:
-    """A head of the whole vocabulary without limits to speak of, but for `changes`."""
+    """Return a head with the target's vocabulary and high limits, with `changes`."""
     layers = changes.get("layers", LAYERS)
     values: dict[str, Any] = {
         "fingerprint": "f00d",
@@ -73,7 +73,7 @@ def make_request(
     keys: int = 100,
     **sampling: Any,
 ) -> Request:
-    """A request that has just arrived; its keys are `keys` + 1, + 2 and + 3."""
+    """Return a new request; its noise keys are `keys` + 1, + 2 and + 3."""
     params = resolve_sampling_params(build_sampling_params(temperature=temperature, max_tokens=max_tokens, **sampling))
     return Request(
         request_id=f"request-{keys}",
@@ -87,8 +87,7 @@ def make_request(
 
 
 class RecordedStream(Stream):
-    """A stream of which nothing comes back by itself; `on_send` may answer. A commit is noted as the step that it is.
-    """
+    """A stream that records sent steps; `on_send` may answer. A commit is recorded as the step that it confirms."""
 
     def __init__(
         self, head: HeadInfo, on_send: Callable[[pb.DraftStep], object] = lambda _: None, *, on_trial: bool = False
@@ -96,7 +95,7 @@ class RecordedStream(Stream):
         self.address = "drafter:1"
         self.head = head
         self.steps: list[pb.DraftStep] = []
-        self.is_local = False  # steps are announced
+        self.is_local = False  # whether steps are announced
         self.early_drafts: np.ndarray | None = None
         self._announced: dict[int, tuple[pb.Announce, list[list[int]]]] = {}
         self.failure: str | None = None
@@ -118,7 +117,7 @@ class RecordedStream(Stream):
 
     @property
     def is_direct(self) -> bool:
-        return False  # answers are posted, whatever is announced
+        return False  # tests post the answers, also those of announced steps
 
     @property
     def may_announce(self) -> bool:
@@ -140,7 +139,7 @@ class RecordedStream(Stream):
         return np.resize(tokens, announced.early_shape)
 
     def _step_of(self, commit: pb.Commit) -> pb.DraftStep:
-        """The step, without features, that a commit stands for."""
+        """Return the step that a commit confirms, without features."""
         message, numbers = self._announced.pop(commit.announced_id)
         left = [place for place, one in enumerate(message.sequence_ids) if one not in commit.closed_ids]
         step = pb.DraftStep(
@@ -180,7 +179,7 @@ class RecordedStream(Stream):
 
 
 def rows_of(step: pb.DraftStep) -> list[tuple[int, int, int]]:
-    """(sequence id, first row, rows) of a step."""
+    """Return (sequence id, first row, number of rows) of each sequence of a step."""
     return list(zip(step.sequence_ids, step.first_rows, step.num_rows, strict=True))
 
 
@@ -189,7 +188,7 @@ def tokens_of(step: pb.DraftStep) -> list[int]:
 
 
 def answer_to(step: pb.DraftStep, tokens: Sequence[int] = (5, 6, 7), logits: torch.Tensor | None = None) -> pb.Drafts:
-    """The answer that is due: the first `tokens` for each sequence that wants drafts, with their `logits`."""
+    """Return a correct answer: the first of `tokens`, with `logits`, for each sequence with requested drafts."""
     drafts = pb.Drafts(step_id=step.step_id)
     sent = tokens_of(step) if step.num_rows else []
     drawn: list[int] = []
@@ -212,7 +211,7 @@ def answer_to(step: pb.DraftStep, tokens: Sequence[int] = (5, 6, 7), logits: tor
 
 
 def refusal_of(step: pb.DraftStep, status: pb.SequenceStatus) -> pb.Drafts:
-    """The answer of a drafter that has no state of any sequence of the step."""
+    """Return an answer without drafts, with the same status for every sequence of the step."""
     count = len(step.sequence_ids)
     return pb.Drafts(
         step_id=step.step_id,
@@ -225,14 +224,14 @@ def refusal_of(step: pb.DraftStep, status: pb.SequenceStatus) -> pb.Drafts:
 
 
 class Clock:
-    """Stands in for the module `time`."""
+    """A fake of the module `time`; tests set `now`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     @classmethod
     def stand_in(cls, monkeypatch: pytest.MonkeyPatch) -> Clock:
-        """A clock in the place of the real one."""
+        """Return a clock that replaces the real one."""
         made = cls()
         for module in (drafting, draft_wait, placement, step_sender):
             monkeypatch.setattr(module, "time", made)
@@ -243,7 +242,7 @@ class Clock:
 
 
 class _HandTarget:
-    """Of a target, what a store of features needs."""
+    """The attributes of a target that a `FeatureStore` needs."""
 
     hidden_size = HIDDEN
     dtype = torch.float32
@@ -251,16 +250,16 @@ class _HandTarget:
 
 
 def capture_every_row(store: FeatureStore, hidden_size: int, num_blocks: int, device: torch.device = CPU) -> None:
-    """Give every row features: its place in the cache, in all columns."""
+    """Give every row features: in all columns the row's index in the cache."""
     slots = torch.arange(num_blocks * BLOCK_SIZE)
     states = slots.float()[:, None].expand(-1, hidden_size).to(device)
     output = ForwardOutput(torch.empty(0), [states] * (max(LAYERS) + 1), slots.to(device), slots.numpy())
-    with torch.inference_mode():  # as the engine's thread, whose stores nobody else may write to
+    with torch.inference_mode():
         store.capture(output)
 
 
 class Scene:
-    """An engine's drafting, the requests that run and the drafters that are connected."""
+    """A `Drafting` with running requests and connected drafters."""
 
     def __init__(
         self, config: dict[str, Any] | None = None, deadline_s: float | None = None, *, adaptive_k: bool | None = None
@@ -274,13 +273,13 @@ class Scene:
         self._count = 0
 
     def connect(self, *, on_trial: bool = False, **head: Any) -> RecordedStream:
-        """A drafter with that head connects."""
+        """Connect a drafter; `head` changes its head. Return its stream."""
         stream = RecordedStream(make_head(**head), on_trial=on_trial)
         self.connect_stream(stream)
         return stream
 
     def connect_stream(self, stream: Stream) -> None:
-        """A drafter connects by a stream of the caller's."""
+        """Connect a drafter through the given stream."""
         head = stream.head
         if head.kind not in self.stores:
             target: Any = self._target
@@ -291,7 +290,7 @@ class Scene:
         self.drafting.handle(Disconnected(stream))
 
     def admit(self, prompt_length: int, **options: Any) -> Request:
-        """A request runs; nothing of it has been computed."""
+        """Return a new running request without computed rows."""
         number = self._count = self._count + 1
         prompt = [(7 * number + i) % VOCAB for i in range(prompt_length)]
         request = make_request(prompt, keys=100 * number, **options)
@@ -301,14 +300,14 @@ class Scene:
         return request
 
     def reuse(self, former: Request, num_blocks: int, prompt_length: int) -> Request:
-        """A request runs whose first blocks are those of `former`, found in the cache."""
+        """Return a new running request that shares the first blocks of `former`, as after a prefix cache hit."""
         request = self.admit(prompt_length)
         request.blocks[:num_blocks] = former.blocks[:num_blocks]
         request.num_computed = request.num_reused = num_blocks * BLOCK_SIZE
         return request
 
     def compute(self, request: Request, rows: int) -> None:
-        """The target runs over so many more rows; each feature of row i of request r is 10000 r + i."""
+        """Compute this many more rows of a request; each feature of row i of request r is 10000 r + i."""
         number = request.keys.proposal // 100
         start = request.num_computed
         states = (10000.0 * number + torch.arange(start, start + rows))[:, None].expand(-1, HIDDEN)
@@ -319,34 +318,34 @@ class Scene:
         request.num_computed += rows
 
     def verify(self, request: Request, *tokens: int) -> None:
-        """A verify step of the request draws `tokens`."""
+        """Commit a step of the request that samples `tokens`."""
         request.drafts = None
         self.compute(request, len(tokens))
         request.tokens += tokens
 
     def step(self, request: Request, *tokens: int) -> None:
-        """A verify step of the request draws `tokens`, and the drafters are sent what is new."""
+        """Commit a step of the request that samples `tokens`, and send new rows to the drafters."""
         self.verify(request, *tokens)
         self.flush()
 
     def decode(self, prompt_length: int = 4, **options: Any) -> Request:
-        """A request whose prompt has run and whose first token, 9, has been drawn."""
+        """Return a new request whose prompt is computed and whose first token, 9, is sampled."""
         request = self.admit(prompt_length, **options)
         self.compute(request, prompt_length)
         request.tokens.append(9)
         return request
 
     def end(self, request: Request) -> None:
-        """The request has ended."""
+        """End a request and release its place at a drafter."""
         self.requests.remove(request)
         self.drafting.release(request)
 
     def free(self, request: Request) -> None:
-        """The blocks of a request that has ended may be used again."""
+        """Return the blocks of an ended request to the pool."""
         self._pool.release(request.blocks)
 
     def capture_every_row(self) -> None:
-        """All rows have features, whatever is computed in them."""
+        """Give all rows features, computed or not."""
         for store in self.stores.values():
             capture_every_row(store, HIDDEN, NUM_BLOCKS)
 
@@ -354,5 +353,5 @@ class Scene:
         self.drafting.flush(self.requests, self.stores)
 
     def answer(self, stream: RecordedStream, drafts: pb.Drafts | None = None) -> None:
-        """An answer comes; by default the one that is due to the last step."""
+        """Deliver an answer; by default a correct answer to the last step."""
         self.drafting.handle(Answered(stream, drafts or answer_to(stream.last), drafting.time.monotonic()))

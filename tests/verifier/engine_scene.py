@@ -1,4 +1,4 @@
-"""An engine over a tiny target, with requests and drafters played by hand."""
+"""An engine with a tiny target and fake drafters."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ WAIT_S = 120.0
 
 @pytest.fixture(params=[pytest.param(False, id="sync", marks=pytest.mark.full), pytest.param(True, id="async")])
 def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that launch a step when the one before it has landed, or before that."""
+    """Run the engines of a test without, then with async scheduling."""
     monkeypatch.setattr(sys.modules[__name__], "async_by_default", request.param)
 
 
 def features_of(steps: Sequence[pb.DraftStep], sequence: int | None = None) -> torch.Tensor:
-    """Return all features that a drafter was sent [rows, 2 * HIDDEN], or those of one sequence."""
+    """Return the features sent to a drafter, of all sequences or of one, [rows, 2 * HIDDEN]."""
     found = []
     for step in (step for step in steps if step.num_rows):
         features = decode_tensor(step.features, "features", torch.float32, (sum(step.num_rows), 2 * HIDDEN))
@@ -49,12 +49,12 @@ def features_of(steps: Sequence[pb.DraftStep], sequence: int | None = None) -> t
 
 
 def make_target() -> Target:
-    """A Llama of random weights with 3 layers, 20 tokens and 64 positions."""
+    """Return a Llama with random weights, 3 layers, 20 tokens and 64 positions."""
     return tiny_llama(NUM_LAYERS, HIDDEN)
 
 
 class Served:
-    """An engine and what it hands out."""
+    """An engine and the items that it delivers."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Served:
                 act(step)
 
     def on_stage(self, stage: Stage, act: Callable[[Step], object]) -> None:
-        """Have the engine's thread call `act` with each step that enters a stage; an exception fails the step."""
+        """Call `act` in the engine's thread with each step that enters `stage`; an exception fails the step."""
         self._acts.append((stage, act))
 
     def _deliver(self, items: list[tuple[Request, Item]]) -> None:
@@ -93,11 +93,11 @@ class Served:
             self._items[request].put(item)
 
     def submit(self, prompt: Sequence[int] = (3, 1, 4, 1, 5), **options: Any) -> Request:
-        """Hands over a request of 12 tokens, unless `options` say more."""
+        """Submit a request for 12 output tokens, changed by `options`."""
         return self.submit_made(make_request(prompt, **{"max_tokens": 12, **options}))
 
     def submit_made(self, request: Request) -> Request:
-        """Hands over a request."""
+        """Submit an existing request."""
         self._items[request] = queue.SimpleQueue()
         self.engine.submit(request)
         return request
@@ -131,18 +131,18 @@ class Served:
             return [self.tokens(request) for request in requests]
 
     def error(self, request: Request) -> str:
-        """Waits until the request has ended with an error; its text."""
+        """Wait until the request has ended with an error; return the error's text."""
         while isinstance(item := self.next(request), generate_pb2.GenerateResponse):
             assert item.finish_reason == generate_pb2.FINISH_REASON_UNSPECIFIED
         assert isinstance(item, DraftwireError)
         return str(item)
 
     def connect(self, drafts: list[int] | None = None, **head: Any) -> RecordedStream:
-        """A drafter that answers every step with the same drafts."""
+        """Connect a drafter that answers every step with the same drafts."""
         return self.connect_with(lambda _: drafts or [5, 6, 7], **head)
 
     def connect_with(self, drafts_for: Callable[[pb.DraftStep], list[int]], **head: Any) -> RecordedStream:
-        """A drafter that answers a step with the drafts that `drafts_for` gives it."""
+        """Connect a drafter that answers each step with the drafts that `drafts_for` returns."""
         layers = head.get("layers", (1, 2))
         head.setdefault("row_bytes", 4 * HIDDEN * len(layers))
         made = make_head(**{"layers": layers, **head})

@@ -1,12 +1,14 @@
-"""Throughput with a drafter that is far away over that without drafts, in time that a fake clock counts.
+"""Throughput with a distant drafter relative to throughput without drafts, simulated with a fake clock.
 
     make test-pacing
 
-As `draftwire_bench.far_drafter` measures it: one verifier sees one link after another, on each a round in which
-the link comes to be known, one without drafts and one with; a round is two turns of requests that all come at once.
-What steps, launches, messages and drafts take is as it was recorded on GPUs; the pacing is the verifier's own. Prints
-the mean and the lowest ratio of each place, and which single ones are under 0.93; exit code 1 when the mean of a place
-is, or the mean of all is under 1.
+The rounds are those of `draftwire_bench.far_drafter`. One verifier uses one link after another, each for three rounds:
+a warm-up in which the verifier measures the link, a round without drafts, and a round with drafts. A round is two
+turns; the requests of a turn arrive together. The times of steps, launches, messages and drafts were recorded on GPUs.
+Pacing is the verifier's own code.
+
+Prints the mean and lowest ratio of each place, and each single ratio below 0.93. The exit code is 1 if the mean of a
+place is below 0.93, or the mean of all ratios is below 1.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ TURNS = 2
 
 @dataclass(frozen=True)
 class Host:
-    """Two GPUs and their host with the 8B shape."""
+    """The costs of an 8B model on a host with two GPUs, and the round trips of its links."""
 
     costs: Costs
-    trips_s: dict[float, float]  # there and back, both hosts' parts included, by the link's delay in ms
+    trips_s: dict[float, float]  # round trip, including the work of both hosts, by the link's delay in ms
     is_slow_at_times: bool = False
 
 
-# Of a row of features, 8 KiB, by the rate in Gbit/s, of what a connection reaches over such a link.
+# Seconds to send a feature row of 8 KiB at the rate that a connection reaches, by the link's rate in Gbit/s.
 FEATURE_ROW_S = {1.0: 65.5e-6, 10.0: 12e-6, 25.0: 9e-6}
 H100 = Host(
     Costs(
@@ -68,9 +70,9 @@ HOSTS = {
     "H200": H200,
     "H200, slow at times": replace(H200, is_slow_at_times=True),
 }
-# A host that is slow takes so many times as long, for so many seconds of every second turn.
+# A slow host: factor of its launch and send times, and the range of its slow seconds in every second turn.
 SLOWER, SLOW_S = 1.8, (0.2, 0.6)
-# (delay in ms, Gbit/s), one after the other: what is known of a link is wrong of the next one.
+# (delay in ms, Gbit/s), in this order: the measurements of one link are wrong for the next.
 PLACES = (
     (0.2, 1.0),
     (0.2, 25.0),
@@ -87,7 +89,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Case:
-    """What one verifier serves, and from where."""
+    """The host and the load of one simulated verifier."""
 
     host: str
     sequences: int
@@ -98,14 +100,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Of one place: tokens per second over those of the round without drafts."""
+    """Throughput of two rounds with drafts at one place, divided by the throughput without drafts."""
 
-    first: float  # while the link comes to be known, which the benchmark does not count
+    first: float  # of the warm-up round, which the benchmark does not count
     counted: float
 
 
 def ratios(case: Case) -> list[Ratios]:
-    """One for each of `PLACES`."""
+    """Return the ratios for each of `PLACES`."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock.stand_in(patch)
         use_rows_of_8b(patch)
@@ -124,7 +126,7 @@ def ratios(case: Case) -> list[Ratios]:
 
 
 def _rate(world: World, sequences: int, k: int, spells: random.Random | None) -> float:
-    """Tokens per second of a round."""
+    """Run a round; return its tokens per second."""
     began, before = world.clock.now, world.tokens
     for turn in range(TURNS):
         for _ in range(sequences):
@@ -150,7 +152,7 @@ def _slow(costs: Costs) -> Iterator[None]:
 @click.option("--seeds", default=3, show_default=True)
 @click.option("--processes", default=2, show_default=True)
 def main(hosts: str, sequences: int, seeds: int, processes: int) -> None:
-    """Plays each host with two lengths of prompts, two kinds of noise and as many seeds."""
+    """Simulate each host with two prompt lengths, two noise levels and several seeds."""
     names = hosts.split(";")
     cases = [Case(*values) for values in itertools.product(names, [sequences], [64, 256], [0.05, 0.1], range(seeds))]
     with ProcessPoolExecutor(processes) as pool:

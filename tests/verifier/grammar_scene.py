@@ -20,7 +20,7 @@ END = len(PIECES) - 1
 
 
 def make_tokenizer(pieces: Sequence[str] = PIECES) -> Tokenizer:
-    """A byte-level tokenizer whose tokens are these pieces, the last one special."""
+    """Return a byte-level tokenizer with these pieces as tokens; the last is a special token."""
     tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,7 +30,7 @@ def make_tokenizer(pieces: Sequence[str] = PIECES) -> Tokenizer:
 
 @cache
 def vocabulary(vocab_size: int = len(PIECES)) -> Vocabulary:
-    """The pieces' vocabulary for a target of so many ids."""
+    """Return the vocabulary of PIECES for a target with `vocab_size` ids."""
     return Vocabulary(make_tokenizer(), vocab_size)
 
 
@@ -39,7 +39,7 @@ def source_of(output: dict[str, Any]) -> GrammarSource:
 
 
 def matcher_of(output: dict[str, Any], end_ids: Iterable[int] = (END,), **options: Any) -> Matcher:
-    """A matcher at the beginning of an output."""
+    """Return a matcher at the beginning of an output."""
     source = source_of(output)
     matcher, error = grammar_error(vocabulary().tokenizer, source.text)
     assert error == ""
@@ -47,11 +47,11 @@ def matcher_of(output: dict[str, Any], end_ids: Iterable[int] = (END,), **option
 
 
 def allowed(matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[int]]:
-    """The ids that each row may draw."""
+    """Return the allowed token ids of each row."""
     bits = MaskFiller(torch.device("cpu")).fill([MaskedRows(matcher, 0, drafts)]).bits
     return [{i for i in range(32 * len(row)) if row[i // 32] >> i % 32 & 1} for row in bits.tolist()]
 
 
 def text_of(tokens: Iterable[int]) -> str:
-    """The text of tokens, without the end."""
+    """Return the text of tokens, without end tokens."""
     return "".join(PIECES[token] for token in tokens if token != END)

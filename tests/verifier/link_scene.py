@@ -1,4 +1,4 @@
-"""A link to a drafter that is played by hand."""
+"""A link to a fake drafter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ atexit.register(RUNNER.close)
 
 
 def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test on the loop of all tests of links, which connect again after short delays."""
+    """Run a test on the event loop that all tests of links share; its links reconnect after short delays."""
 
     @pytest.mark.usefixtures("short_retries")
     @functools.wraps(test)
@@ -57,7 +57,7 @@ def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 def make_info(**changes: Any) -> pb.GetDrafterInfoResponse:
-    """A head that fits the target, but for `changes`; `layers`, `width` and `dtype` are those of its features."""
+    """Return the info of a head that fits the target, with `changes`; `layers`, `width`, `dtype`: of its features."""
     layers = changes.pop("layers", [1, 3])
     features = pb.FeatureSpec(
         layers=layers,
@@ -84,18 +84,18 @@ def make_info(**changes: Any) -> pb.GetDrafterInfoResponse:
 
 
 class Drafter(draft_pb2_grpc.DraftingServicer):
-    """Says what it is told to say and answers each step with nothing but its number."""
+    """A drafter with a configurable hello, which answers each step without drafts."""
 
     def __init__(self, info: pb.GetDrafterInfoResponse | None = None, hello: dict[str, Any] | None = None) -> None:
         self.info = info or make_info()
-        self.hello = hello or {}  # changes of the hello
+        self.hello = hello or {}  # changed fields of the DrafterHello
         self.hellos: list[pb.VerifierHello] = []
         self.reads = True
         self.num_keep_alives = 0
         self.abort: tuple[grpc.StatusCode, str] | None = None
         self.fusion_requests: list[str] = []
         self.fusion_data = b""
-        self.padding = b""  # of each answer
+        self.padding = b""  # bytes added to each answer
 
     async def GetFeatureFusion(  # noqa: N802
         self,
@@ -139,14 +139,14 @@ async def serve(
 
 
 class Linked:
-    """A link that runs and what it has posted. The end of a stream is handled at once, unless `releases` is false."""
+    """A running link and the events that it posted. An ended stream is released at once, unless `releases` is false."""
 
     def __init__(self, port: int, config: dict[str, Any], **options: Any) -> None:
         self.releases = True
         self.shown: list[int] = []  # the drafter's state at each event
         self.events: asyncio.Queue[LinkEvent] = asyncio.Queue()
         settings = speculative_config_from_mapping(config)
-        self.loads: list[pb.DrafterLoad] = []  # as told beside the answers
+        self.loads: list[pb.DrafterLoad] = []  # reported outside of answers
         self.link = DrafterLink(f"127.0.0.1:{port}", TARGET, settings, 8, self._post, Traffic(), **options)
         self.task = asyncio.create_task(self.link.run())
 
@@ -169,7 +169,7 @@ class Linked:
         return event.stream
 
     async def wait_for_state(self, state: int) -> str:
-        """Waits for that state; its detail."""
+        """Wait until the drafter has this state with a detail; return the detail."""
         end = time.monotonic() + WAIT_S
         while self.link.status.state != state or not self.link.status.detail:
             assert time.monotonic() < end, self.link.status
@@ -177,7 +177,7 @@ class Linked:
         return self.link.status.detail
 
     async def refused(self) -> str:
-        """Waits until the drafter is refused; why."""
+        """Wait until the drafter is refused; return the reason."""
         return await self.wait_for_state(REFUSED)
 
 
@@ -196,7 +196,7 @@ async def linked(
 
 
 def direct_stream(channel: Channel, cancel: Callable[[], object] = lambda: None) -> Stream:
-    """A stream whose messages go through a channel of the caller's, on the running loop."""
+    """Return a stream that sends its messages through `channel`, on the running event loop."""
     sender, receiver, head = TensorSender(CPU), TensorReceiver(CPU), cast("Any", SimpleNamespace())
     return Stream(generate_pb2.DrafterStatus(), head, cancel, sender, receiver, lambda *_: None, Traffic(), channel)
 
@@ -206,7 +206,7 @@ def response(**parts: Any) -> bytes:
 
 
 async def end(own: Linked) -> float:
-    """Cancels the link; how long its end took."""
+    """Cancel the link; return the seconds until it has ended."""
     began = time.monotonic()
     own.task.cancel()
     await asyncio.wait([own.task], timeout=WAIT_S)

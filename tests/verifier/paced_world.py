@@ -1,4 +1,4 @@
-"""A verifier's steps and a drafter behind a link, in time that a fake clock counts: what pacing makes of them."""
+"""A simulation of pacing with a fake clock: a verifier's steps, and a drafter behind a link."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verifier_service.engine.step import Step
 from verifier_service.pacing import Pace, backlog
 from verifier_service.sampling.sampler import SamplerOutput
 
-# Of a case whose drafts gain less than it asks for; whoever mends it takes the mark away.
+# Marks a case whose drafts gain less than its limit. A change that fixes the case must remove the mark.
 KNOWN_LOSS = pytest.mark.xfail(raises=AssertionError, strict=True, reason="docs/decisions/024-pacing-far-drafters.md")
 
 PROMPT_LENGTH = 32
@@ -36,26 +36,26 @@ STALLS_EVERY_S, STALLS_FOR_S = 1.56, 0.25
 
 @dataclass
 class Costs:
-    """Seconds; by default those of an 8B model on an H200 and a drafter beside it."""
+    """Costs in seconds; by default of an 8B model on an H200 with a nearby drafter."""
 
     step_s: float = 4.87e-3
     row_s: float = 6.5e-6
     trip_s: float = 0.2e-3
-    feature_row_s: float = 8e-6  # on the link: 8 KiB at 1 GB/s
-    draft_s: float = 0.35e-3  # of each draft position
+    feature_row_s: float = 8e-6  # time on the link: 8 KiB at 1 GB/s
+    draft_s: float = 0.35e-3  # per draft position
     acceptance: float = 0.75
-    accepted: int | None = None  # drafts of each verify step, where it is always as many: as with synthetic acceptance
-    backlog_s: float = 0.0  # that an answer takes longer for rows of prompts and backlogs, which no graph was made for
-    launch_s: float = 0.0  # of the host's, for a step beside another one; one that waits for drafts is launched before
-    send_s: float = 0.0  # of the host's, for a message that asks for nothing, before it launches what comes next
-    send_row_s: float = 0.0  # the same, for each of its rows
-    stall_s: float = 0.0  # of the host's, before every third launch or so, for STALLS_FOR_S of each STALLS_EVERY_S
-    noise: float = 0.0  # of every time, as a share: the mean of an exponential lengthening
+    accepted: int | None = None  # accepted drafts of each verify step, as with synthetic acceptance; None: random
+    backlog_s: float = 0.0  # extra time of an answer to rows of a prompt or backlog, which have no CUDA graph
+    launch_s: float = 0.0  # host time to launch a step while another is in flight; prelaunched steps cost none
+    send_s: float = 0.0  # host time of a message that requests no drafts, before the next launch
+    send_row_s: float = 0.0  # host time per row of a message
+    stall_s: float = 0.0  # host stall before 30% of launches, during STALLS_FOR_S of each STALLS_EVERY_S
+    noise: float = 0.0  # mean relative increase of each time, exponentially distributed
 
 
 @dataclass
 class Drafter:
-    """Takes one message after another from a link that takes one after another."""
+    """A drafter that processes messages one by one; its link transfers them one by one."""
 
     costs: Costs
     world: World
@@ -77,12 +77,12 @@ class Drafter:
 
 
 class World:
-    """`sequences` requests at all times: one that ends is followed by another, unless it `replaces` none.
+    """A verifier with `sequences` running requests; a new request replaces each ended one if `replaces` is true.
 
-    Steps are launched before those before them have landed, where nothing is drafted or others have their drafts, as
-    the engine does on a GPU.
+    As in the engine on a GPU, a step whose requests do not wait for drafts is launched while the previous step is in
+    flight.
 
-    There is a second drafter where its costs are given, whose target is the first one's.
+    `second`: costs of a second drafter; the target's costs are those of `costs`.
     """
 
     def __init__(
@@ -109,21 +109,21 @@ class World:
             stream.address = f"drafter:{1 + len(self.drafters)}"
             stream.on_send = drafter.take
             self.drafters[stream] = drafter
-        self.scene.capture_every_row()  # the features are of no interest here, so that none are computed
+        self.scene.capture_every_row()  # tests of pacing do not check features, so none are computed
         self.tokens = 0
         self.prompt_length, self.output_length = prompt_length, output_length
-        self.step_sizes: list[int] = []  # sequences of each step
-        self.drafted: list[int] = []  # drafts of each verify step of a sequence
+        self.step_sizes: list[int] = []  # number of sequences of each step
+        self.drafted: list[int] = []  # number of drafts of each sequence in each step
         self._replaces, self._request = replaces, request
         self.draw = random.Random(0)
         self._in_flight: Step | None = None
-        self._in_flight_s = (0.0, 0.0, 0.0)  # when it lands, what it takes, and how long the device waited for it
+        self._in_flight_s = (0.0, 0.0, 0.0)  # time of its end, its duration, and the device's idle time before it
         self._planner = Planner(cast("Scheduler", _Places(self.scene)), self.drafting, is_async=True)
         for _ in range(sequences):
             self.arrive()
 
     def run(self, seconds: float) -> float:
-        """Tokens per second over that time, or until all requests have ended."""
+        """Run for `seconds`, or until all requests have ended; return the tokens per second."""
         began, before = self.clock.now, self.tokens
         while self.clock.now < began + seconds and (self.scene.requests or self._in_flight is not None):
             self._deliver()
@@ -143,12 +143,12 @@ class World:
 
     @property
     def stream(self) -> RecordedStream:
-        """The first drafter's."""
+        """Return the first drafter's stream."""
         return cast("RecordedStream", next(iter(self.drafters)))
 
     @property
     def drafter(self) -> Drafter:
-        """The first one."""
+        """Return the first drafter."""
         return self.drafters[self.stream]
 
     def _stream_of(self, request: Request) -> Stream | None:
@@ -169,16 +169,16 @@ class World:
         return accepted
 
     def rate_without(self) -> float:
-        """Tokens per second of steps without drafts."""
+        """Return the expected tokens per second of steps without drafts."""
         count = len(self.scene.requests)
         return count / (self.costs.step_s + count * self.costs.row_s) / (1 + self.costs.noise)
 
     def noisy(self, seconds: float) -> float:
-        """That time with some noise on it."""
+        """Return `seconds` with noise."""
         return seconds * (1 + self.costs.noise * self.draw.expovariate(1))
 
     def arrive(self, prompt_length: int | None = None, **request: Any) -> None:
-        """A request more runs; its prompt is computed at once."""
+        """Add a running request whose prompt is computed."""
         prompt_length = prompt_length or self.prompt_length
         one = self.scene.admit(prompt_length, max_tokens=self.output_length, **{"k": K, **self._request, **request})
         one.num_computed = prompt_length
@@ -193,7 +193,7 @@ class World:
 
     @property
     def next_answer(self) -> float:
-        """When the next one comes; infinite if none will."""
+        """Return the time of the next answer; infinite without one."""
         return min((one.answers[0][0] for one in self.drafters.values() if one.answers), default=math.inf)
 
     def _wait(self) -> None:
@@ -202,7 +202,7 @@ class World:
         self.clock.now = max(self.clock.now, until) + 1e-6
 
     def _seconds(self, counts: Sequence[int]) -> float:
-        """Of a step that verifies so many drafts of its sequences."""
+        """Return the seconds of a step with these numbers of drafts, and record the step."""
         self.step_sizes.append(len(counts))
         self.drafted += counts
         return self.noisy(self.costs.step_s + self.costs.row_s * (sum(counts) + len(counts)))
@@ -225,7 +225,7 @@ class World:
         self.clock.now = max(self.clock.now, lands)
         for work in step.rows:
             work.request.num_in_flight -= 1
-        works = [work for work in step.rows if work.request in self.scene.requests]  # others have ended meanwhile
+        works = [work for work in step.rows if work.request in self.scene.requests]  # without requests that have ended
         requests, offered = [work.request for work in works], [work.offered for work in works]
         counts = [work.num_drafts for work in works]
         sessions = self.drafting.sessions
@@ -263,7 +263,7 @@ class World:
 
 
 class _Places:
-    """A scheduler whose requests all run, their prompts computed."""
+    """A fake scheduler in which all requests run and all prompts are computed."""
 
     may_admit = False
 
@@ -291,18 +291,18 @@ class _Places:
 
 
 def adaptive(clock: Clock, sequences: int, costs: Costs) -> World:
-    """Requests of four drafts at most."""
+    """Return a world whose requests have at most four drafts."""
     return World(clock, sequences, costs, config=CONFIG, k=4)
 
 
 def pace_of(own: Drafting) -> Pace:
-    """That of its only drafter."""
+    """Return the pace of the only drafter."""
     (session,) = own.sessions.values()
     return session.pace
 
 
 def use_rows_of_8b(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted in bytes is as many rows as of the 8B shape's features."""
+    """Scale limits in bytes, so that they hold as many rows as with the features of an 8B model."""
     row_bytes = make_head().row_bytes
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 20_000)
     for name, rows in (("LEAST_BYTES", 16), ("FIRST_BYTES", 192), ("MOST_BYTES", 2048)):

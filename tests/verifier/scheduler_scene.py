@@ -1,4 +1,4 @@
-"""A scheduler whose batch is computed by hand."""
+"""A scheduler whose scheduled rows are computed by the test."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def request(
 
 
 def give_drafts(one: Request, tokens: list[int], length_off: int = 0, last_off: int = 0) -> None:
-    """Drafts arrive for a request; with an offset, for something that it is not."""
+    """Give a request drafts; an offset makes their length or last token differ from the request's."""
     committed, last = len(one.tokens) + length_off, one.tokens[-1] + last_off
     one.drafts = ReadyDrafts(committed, last, tokens)
 
 
 @dataclass
 class Batch:
-    """A scheduler, and the engine played by hand."""
+    """A scheduler and a fake of the engine around it."""
 
     blocks: int = 100
     max_num_seqs: int = 4
@@ -40,7 +40,7 @@ class Batch:
     max_logit_rows: int = 20
     prefix_caching: bool = False
     preempted: list[Request] = field(default_factory=list)
-    useless: set[int] = field(default_factory=set)  # blocks that are of no use to any request
+    useless: set[int] = field(default_factory=set)  # cached blocks that no request can use
 
     def __post_init__(self) -> None:
         self.cache = PrefixCache(self.blocks + 1, is_enabled=self.prefix_caching)
@@ -70,7 +70,7 @@ class Batch:
         return self.scheduler.schedule(is_ready)
 
     def run(self, works: list[ScheduledRows], num_accepted: int = 0) -> None:
-        """The rows of `works` run; each request that draws accepts so many drafts and draws 99."""
+        """Compute the rows of `works`; each sampled request accepts up to `num_accepted` drafts and samples 99."""
         for work in works:
             one = work.request
             accepted = [] if work.drafts is None else work.drafts.tokens[:num_accepted]
@@ -79,13 +79,13 @@ class Batch:
                 one.tokens += [*accepted, 99]
 
     def step(self, is_ready: Ready = lambda _: True) -> list[Request]:
-        """One step without drafts; the requests that it computed."""
+        """Run a step that accepts no drafts; return its requests."""
         works = self.schedule(is_ready)
         self.run(works)
         return [work.request for work in works]
 
     def start(self, *prompt_lengths: int, max_tokens: int = 100) -> list[Request]:
-        """Requests that have drawn their first token."""
+        """Return new requests that have sampled their first token."""
         requests = [request(length, max_tokens) for length in prompt_lengths]
         self.add(*requests)
         self.step()

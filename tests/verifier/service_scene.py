@@ -1,4 +1,4 @@
-"""Both services of a verifier over a tiny target, with the engine in this process or behind a socket."""
+"""Both services of a verifier with a tiny target; the engine is called directly or through a socket."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def make_host(*, max_num_seqs: int = 2, max_queue: int = 1, is_async: bool = Fal
 
 
 class EngineThread:
-    """In place of an engine's process; `kill` does what the end of one does to its socket."""
+    """A thread in place of the engine's process; `kill` shuts its socket down, as the end of a process does."""
 
     def __init__(self, host: EngineHost) -> None:
         self.connection, self._engine_end = socket.socketpair()
-        # Full after some messages.
+        # Small, so that a few messages fill it.
         self._engine_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self._host = host
         self._thread = threading.Thread(target=self._run)
@@ -82,7 +82,7 @@ class EngineThread:
 
 
 class Served:
-    """A service whose engine is behind a socket, or not."""
+    """A verifier's services; with `process` the engine is behind a socket."""
 
     def __init__(
         self, host: EngineHost, process: EngineThread | None, codec: Any = None, directory: Path = Path()
@@ -143,7 +143,7 @@ def tokens_of(messages: Iterable[pb.GenerateResponse]) -> list[int]:
 
 @asynccontextmanager
 async def stub_of(scene: Served) -> AsyncIterator[GenerationStub]:
-    """Serve, and yield a stub of the own service."""
+    """Serve, and yield a stub of the service `Generation`."""
     async with scene.serve() as address, grpc.aio.insecure_channel(address) as channel:
         yield GenerationStub(channel)
 

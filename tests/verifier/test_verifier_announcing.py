@@ -1,4 +1,4 @@
-"""What a drafter is told of a step before its tokens are known on the host, and how the step is committed."""
+"""Announcing a step to a drafter before the host has the step's tokens, and committing it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EARLY = torch.arange(3 * K, dtype=torch.int32).view(3, K)
 
 
 class LocalDrafting:
-    """Requests with drafts at a drafter of this host, and what that is told.
+    """Requests with drafts at a drafter on the same host, and the messages to that drafter.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class LocalDrafting:
             self.answer(self.read())
 
     def read(self) -> Any:
-        """Takes what the drafter was sent; the last step or commit."""
+        """Receive the drafter's messages; return the last step or commit."""
         for record in self.drafter.receive():
             request = pb.DraftRequest.FromString(record.message)
             if request.WhichOneof("message") == "announce":
@@ -79,7 +79,7 @@ class LocalDrafting:
         return self.steps[-1] if self.steps else None
 
     def launch(self, drawn: Sequence[Sequence[int]]) -> Any:
-        """A step that verifies the drafts of all requests, and draws so many tokens of each."""
+        """Launch a step with drafts of all requests that samples the tokens `drawn`; return its early features."""
         works = []
         for request in self.requests:
             drafts = ReadyDrafts(len(request.tokens), request.tokens[-1], DRAFTS)
@@ -91,7 +91,7 @@ class LocalDrafting:
         return early
 
     def land(self, drawn: Sequence[Sequence[int]], early: Any, ended: Sequence[Request] = ()) -> Any:
-        """It is committed; the message that the drafter is sent then."""
+        """Commit the launched step, and end the requests `ended`; return the message to the drafter."""
         self.scene.drafting.commit(early)
         for request, tokens in zip(self.requests, drawn, strict=True):
             self.scene.verify(request, *tokens)
@@ -102,11 +102,11 @@ class LocalDrafting:
         return self.read()
 
     def step(self, drawn: Sequence[Sequence[int]], ended: Sequence[Request] = ()) -> Any:
-        """It is launched and committed."""
+        """Launch and commit a step; return the message to the drafter."""
         return self.land(drawn, self.launch(drawn), ended)
 
     def answer(self, step: Any) -> None:
-        """The drafter answers a step that wants K drafts of all requests."""
+        """Answer a step with K drafts for each request."""
         bindings = self.session.bindings
         requests = [one.request for one in bindings]
         drafts = pb.Drafts(
@@ -122,7 +122,7 @@ class LocalDrafting:
         self.scene.drafting.handle(Answered(self.stream, drafts))
 
     def show(self, drafts: torch.Tensor, announced_id: int) -> None:
-        """The drafter shows early drafts."""
+        """Send early drafts from the drafter."""
         response = pb.DraftResponse(early=pb.EarlyDrafts(announced_id=announced_id))
         assert self.drafter.send(response.SerializeToString(), drafts)
         assert self.stream.read_direct() == []
@@ -133,7 +133,7 @@ class LocalDrafting:
 
     @property
     def awaited(self) -> Any:
-        """The answer that the next step waits for."""
+        """Return the answer that the next step waits for."""
         return self.scene.drafting.wait_policy.awaited_answer()
 
 
@@ -146,11 +146,11 @@ def test_a_step_is_announced_and_committed_as_it_is(local):
     drawn = [[5, 9], [5, 6, 7, 2], [8]]
     early = local.launch(drawn)
     ((announced, body),) = local.announced
-    opened = [*rows_of(local.steps[0]), *rows_of(local.steps[1])]  # the prompt of 5 rows goes by itself
+    opened = [*rows_of(local.steps[0]), *rows_of(local.steps[1])]  # the prompt of 5 rows has a separate message
     assert list(announced.sequence_ids) == [sequence_id for sequence_id, _, _ in opened]
     assert list(announced.first_rows) == [first + rows for _, first, rows in opened]
     assert (announced.announced_id, announced.num_drafts, announced.num_rows) == (1, K, 3 * (K + 1))
-    assert announced.features.generation == 3  # those of the prompts are 1 and 2
+    assert announced.features.generation == 3  # 1 and 2 are the features of the prompts
     commit = local.land(drawn, early)
     assert commit == pb.Commit(step_id=3, announced_id=1, num_drafts=[K] * 3)
     assert body.is_written
@@ -161,13 +161,13 @@ def test_a_step_is_announced_and_committed_as_it_is(local):
 
 
 def awaited_drafts(local: LocalDrafting, drafts: torch.Tensor) -> Any:
-    """Early drafts that are read after the step that was announced last."""
+    """Send early drafts for the last announced step; return those that the verifier reads, None if it drops them."""
     awaited = local.awaited
     assert not awaited.has_early_drafts()
     local.show(drafts, local.announced[-1][0].announced_id)
     assert awaited.has_early_drafts()
     found = awaited.read_early_drafts(VOCAB)
-    assert not awaited.has_early_drafts()  # they are read once
+    assert not awaited.has_early_drafts()  # early drafts are read once
     assert found is None or (found.confidences is not None) == local.stream.head.confidences
     return None if found is None else found.tokens
 
@@ -199,7 +199,7 @@ def test_early_drafts_of_no_announced_step_expel_the_drafter(local, announced_id
 
 
 def test_early_drafts_without_end_expel_the_drafter(local):
-    """Each message takes some of the engine's time, and none counts as an answer."""
+    """Each message costs engine time, and early drafts do not count as an answer."""
     local.answer(local.step([[5]] * 3))
     local.step([[6]] * 3)
     for announced_id in (1, 2):
@@ -212,7 +212,7 @@ def test_early_drafts_without_end_expel_the_drafter(local):
 
 
 def test_early_drafts_leave_the_ring_when_their_step_is_answered(local):
-    """What comes later has room, though no more drafts are shown."""
+    """Later answers have room in the ring, though no more early drafts arrive."""
     step = local.step([[5]] * 3)
     local.show(EARLY, 1)
     local.answer(step)
@@ -278,7 +278,7 @@ def more_drafts(local: LocalDrafting) -> None:
 
 
 def no_drafts(local: LocalDrafting) -> None:
-    """As in steps that measure how fast it goes without: rows are sent, and none are asked for."""
+    """Send rows without requesting drafts, as in steps that measure throughput without drafts."""
     local.session.pace.policy = SimpleNamespace(num_drafts=0, is_off=False, is_adaptive=True)
 
 
@@ -339,8 +339,8 @@ def test_steps_that_were_not_announced_follow(local):
 
 
 def test_numbers_are_the_sequences_wherever_they_are_drawn(local):
-    local.requests.reverse()  # the step's, and not the session's
-    local.requests.insert(1, local.scene.decode(4))  # which the drafter has no place of yet
+    local.requests.reverse()  # the order of the step, not of the session
+    local.requests.insert(1, local.scene.decode(4))  # has no place at the drafter yet
     local.launch([[8], [1, 2], [5, 6, 7, 2], [5, 9]])
     ((announced, body),) = local.announced
     numbers = body.read((3, announced.columns)).tolist()
@@ -348,7 +348,7 @@ def test_numbers_are_the_sequences_wherever_they_are_drawn(local):
 
 
 def test_announced_requests_are_marked(local):
-    """Until the step is committed they are neither preempted nor continued."""
+    """Announced requests are neither preempted nor continued before the step is committed."""
     assert not any(request.is_announced for request in local.requests)
     local.launch([[5]] * 3)
     assert all(request.is_announced for request in local.requests)
@@ -363,7 +363,7 @@ def fails(*_: object) -> None:
 
 
 def test_a_device_that_cannot_write_announces_nothing(caplog):
-    """And an announcement that is not sent leaves no gap in the numbers of the features."""
+    """An announcement that fails leaves no gap in the generations of the features."""
     local = LocalDrafting(write_value=fails)
     for token in (5, 6):
         step = local.step([[token]] * 3)
@@ -381,7 +381,7 @@ def test_a_drafter_has_no_more_announced_steps_than_it_takes(local):
 
 
 def test_nothing_of_a_lost_drafter_waits_for_a_collector(local):
-    """Python looks for cycles seldom, and the memory that is shared goes with the session."""
+    """A session is freed without the garbage collector, because the session holds shared memory."""
     local.step([[5]] * 3)
     assert local.session.committed is not None
     local.answer(local.steps[-1])

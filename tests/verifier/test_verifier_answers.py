@@ -1,4 +1,4 @@
-"""Which drafts of an answer are used, and which answers expel a drafter."""
+"""Answers of drafters: the drafts that are used, and the answers that expel the drafter."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ REDUCED = torch.tensor([1, 4, 5, 6, 7, 11, 19])
 
 
 def start_sampled(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], ids: torch.Tensor | None = None) -> Any:
-    """(scene, stream, request) at temperature 0.8, where every draft is drawn again."""
+    """Return (scene, stream, request) at temperature 0.8, with an audit of every answer."""
     monkeypatch.setattr(audit, "REDRAW_SHARE", 1)
     scene = Scene(config)
     stream = scene.connect(draft_token_ids=ids, draft_vocab_size=VOCAB if ids is None else len(ids))
@@ -180,7 +180,7 @@ def start_sampled(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], ids: 
 
 
 def honest_answer(step: pb.DraftStep, key: int, config: dict[str, Any], ids: torch.Tensor | None) -> pb.Drafts:
-    """Drafts drawn as a drafter draws them."""
+    """Return an answer whose drafts are sampled from its logits."""
     ((_, first, rows),), (count,) = rows_of(step), step.num_drafts
     draw = torch.Generator().manual_seed(step.step_id)
     width = VOCAB if ids is None else len(ids)
@@ -270,7 +270,7 @@ def test_drafts_that_mismatch_logits_are_found_among_others(form):
 
 
 def replace_last(answer: pb.Drafts) -> pb.Drafts:
-    """The answer with another last draft."""
+    """Change the last draft of an answer; return the answer."""
     drawn = decode_tensor(answer.tokens, "tokens", torch.int32, (K,)).tolist()
     answer.ClearField("tokens")
     encode_tensor(torch.tensor([*drawn[:-1], (drawn[-1] + 1) % VOCAB], dtype=torch.int32), answer.tokens)

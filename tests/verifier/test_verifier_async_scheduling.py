@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the step before them are known, and their held-back outputs."""
+"""Steps that are launched before the tokens of the previous step are known, and output that is held back."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from verifier_service.target.target import Target
 
 
 class Watched(Served):
-    """An engine with async scheduling that logs its launches and landings.
+    """An engine with async scheduling that logs launched and committed steps.
 
     Attributes
     ----------
     log
-        ("launch" or "land", the rows of the step), oldest first.
+        ("launch" or, when committed, "land"; rows of the step), oldest first.
     """
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
@@ -48,12 +48,12 @@ class Watched(Served):
 
     @property
     def launched(self) -> list[tuple[ScheduledRows, ...]]:
-        """The rows of each launched step."""
+        """Return the rows of each launched step."""
         return [rows for what, rows in self.log if what == "launch"]
 
     @property
     def launched_beside(self) -> list[tuple[tuple[ScheduledRows, ...], tuple[ScheduledRows, ...]]]:
-        """The rows of each step that was launched while another one was in flight, and the other one's."""
+        """Return, for each step that was launched while another was in flight, the rows of both steps."""
         in_flight: list[tuple[ScheduledRows, ...]] = []
         found = []
         for what, rows in self.log:
@@ -66,12 +66,12 @@ class Watched(Served):
 
     @property
     def num_ahead(self) -> int:
-        """Launches while another step was in flight."""
+        """Return the number of launches while another step was in flight."""
         return len(self.launched_beside)
 
     @property
     def num_prompts_before(self) -> int:
-        """Launches of prompts alone while a step with decoding requests was in flight."""
+        """Return the number of launches of only prompts while a step with decoding requests was in flight."""
         return sum(decodes(flying) and not decodes(rows) for rows, flying in self.launched_beside)
 
 
@@ -83,7 +83,7 @@ def decodes(rows: tuple[ScheduledRows, ...]) -> bool:
 def run_all(
     target: Target, requests: list[dict[str, Any]], *, is_async: bool = True, **limits: Any
 ) -> tuple[list[Any], Watched]:
-    """Return tokens and finish reasons of requests that arrive at once, and their engine."""
+    """Return tokens and finish reasons of requests that arrive together, and their engine."""
     own = Watched(target, async_scheduling=is_async, **limits)
     made = [own.submit(**{"k": 0, **options}) for options in requests]
     with own:
@@ -92,7 +92,7 @@ def run_all(
 
 
 def plain(target: Target, requests: list[dict[str, Any]], **limits: Any) -> list[Any]:
-    """Return what `run_all` does without async scheduling and drafts."""
+    """Return tokens and finish reasons without async scheduling and drafts."""
     ends, own = run_all(target, [{**one, "k": 0} for one in requests], is_async=False, **limits)
     assert own.num_ahead == 0
     return ends
@@ -110,7 +110,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def answer_late(stream: RecordedStream, seconds: float = 0.001) -> None:
-    """Has a drafter take so long for each message, one after another."""
+    """Let a drafter take `seconds` for each message, one message after another."""
     answer, computing = stream.on_send, ThreadPoolExecutor(1)
 
     def compute(step: pb.DraftStep) -> None:
@@ -126,7 +126,7 @@ def test_without_drafts_a_step_is_launched_before_the_last_lands(target):
     assert [[row.follows for row in rows] for rows in own.launched] == [[None, None], *[[0, 1]] * 11, *[[0]] * 8]
     assert own.num_ahead == 19  # all but the first
     counters = own.engine.counters()
-    assert counters.verify_rows == 19 + 11  # no row past an end that was known
+    assert counters.verify_rows == 19 + 11  # no row after the known end of a request
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -153,7 +153,7 @@ def test_a_row_past_an_end_that_was_not_known_changes_nothing(target):
     found, own = run_all(target, requests)
     assert found == plain(target, requests)
     assert len(found[0][0]) == first + 1
-    assert own.engine.counters().verify_rows == first + 1 + 19  # one more than the output of the request that stopped
+    assert own.engine.counters().verify_rows == first + 1 + 19  # with one unused row of the request that stopped
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_draw_that_needs_earlier_tokens_does_not_wait_for_them(target, kind):
     found, own = run_all(target, requests)
     assert found == plain(target, requests)
     assert own.num_ahead >= 11
-    assert "logprobs" in kind or found[:1] != plain(target, [{"max_tokens": 20}])  # it makes a difference
+    assert "logprobs" in kind or found[:1] != plain(target, [{"max_tokens": 20}])  # the parameters change the output
 
 
 def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
@@ -185,7 +185,7 @@ def test_a_request_that_may_draft_does_not_go_on_without_drafts(target):
 
 
 def test_a_step_before_one_with_prompts_counts_as_such(target, monkeypatch):
-    """The host launches the other one before it takes the step's tokens."""
+    """The host launches the step with prompts before it reads the tokens of the previous step."""
     own = Watched(target)
     counted_prompts: list[bool] = []
     drafting = own.engine.drafting
@@ -237,7 +237,7 @@ def test_only_prompts_go_before_requests_with_late_drafts(target, are_soon, monk
 
 
 def test_a_prompt_waits_for_its_rows_while_drafts_are_awaited(target):
-    """They may come in the meantime, and would wait for two steps of the prompt."""
+    """Drafts may arrive meanwhile, and would have to wait for two steps of the prompt."""
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
     answer_late(stream, 0.02)
@@ -268,7 +268,7 @@ def test_requests_are_in_every_step_of_a_long_prompt(target):
     assert own.num_ahead > 25
     num_chunks = -(-(5 + 50) // 8)
     has_prompt = [not all(row.is_decoding for row in rows) for rows in own.launched]
-    assert has_prompt.index(False) == num_chunks  # the prompt is in every step too
+    assert has_prompt.index(False) == num_chunks  # each of the first steps has rows of a prompt
 
 
 def test_prompts_continue_before_their_rows_land_and_keep_order(target):
@@ -281,7 +281,7 @@ def test_prompts_continue_before_their_rows_land_and_keep_order(target):
 
 
 def test_a_draftable_prompt_continues_once_its_features_are_sent(target):
-    """Its first rows land before its next ones are launched; then it has a place, and its features are sent."""
+    """The first chunk is committed before the second is launched: the request needs a place at the drafter first."""
     own = Watched(target, max_prefill_rows=8)
     stream = own.connect()
     one = own.submit([5] * 40, max_tokens=4)
@@ -329,7 +329,7 @@ def test_future_tokens_fill_their_rows_and_a_missing_one_is_zero():
 
 
 def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch):
-    """Nothing is sent to a drafter that is off, so that steps are launched before the tokens of the one before."""
+    """A drafter that is off gets no messages, so steps are launched before the previous step's tokens are known."""
     monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(0))
     requests = [{"prompt": prompt, "max_tokens": 60} for prompt in ([3, 1, 4], [2, 7], [5])]
     expected = plain(target, requests)
@@ -342,7 +342,7 @@ def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch
 
 
 def executed(*, is_done: bool | None) -> Step:
-    """A step on a GPU, whose event has passed or has not yet, or (None) on a CPU."""
+    """Return a step on a GPU that is done or not done, or on a CPU (None)."""
     mark: Any = SimpleNamespace(query=lambda: bool(is_done))
     return Step((), marks=None if is_done is None else StepMarks(mark, mark, mark))
 
@@ -363,7 +363,7 @@ def test_output_waits_a_few_steps_while_the_device_waits_for_us():
     late, early, on_cpu = (executed(is_done=one) for one in (True, False, None))
     assert [is_held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
     assert not is_held(early, early)
-    assert not is_held(None, late)  # nothing comes after it
+    assert not is_held(None, late)  # no step follows
     assert not is_held(early, on_cpu)
     assert [is_held(early, late) for _ in range(4)] == [True, True, True, False]
 

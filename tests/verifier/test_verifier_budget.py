@@ -1,4 +1,4 @@
-"""Which drafts are verified: by calibrated confidences, the table of step times, and nothing that a draft decides."""
+"""The choice of drafts to verify: from calibrated confidences and step times, independent of a draft's own value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RATES = np.array([0.80, 0.62, 0.47, 0.34, 0.24, 0.15, 0.10])
 """Unconditional acceptance by position."""
 CONDITIONAL = RATES / np.concatenate([[1.0], RATES[:-1]])
 BASE_S, ROW_S, FREE_ROWS = 4.6e-3, 14e-6, 64
-"""A dense pass of an 8B model: rows are nearly free while the weights take longer to read than the rows to compute."""
+"""Times of a dense pass of an 8B model. The first FREE_ROWS rows are nearly free: reading the weights takes longer."""
 DRAFT_S, HOST_S = 1.4e-3, 0.4e-3
 
 
@@ -22,7 +22,7 @@ def pass_s(rows: int) -> float:
 
 
 def profile(most: int = 256) -> Profile:
-    """As measured at start, of the sizes that graphs are captured for."""
+    """Return the table of pass times, as measured at start, for the sizes of captured graphs."""
     buckets = Buckets(most, K + 1, most * (K + 1) + 512).decoding
     return Profile({(bucket.num_sequences, bucket.num_rows): pass_s(bucket.num_rows) for bucket in buckets})
 
@@ -38,7 +38,7 @@ def test_confidences_are_believed_at_first():
 
 
 def verify(calibration: Calibration, steps: int, truth: np.ndarray, seed: int = 0) -> None:
-    """Verify steps of 16 sequences whose drafts are accepted as `truth`, [positions, 2], has it: offset, slope."""
+    """Count steps of 16 sequences. `truth` [positions, 2]: offset and slope of acceptance over confidence in logits."""
     draw = np.random.default_rng(seed)
     for _ in range(steps):
         confidences = draw.uniform(0.05, 0.95, (16, len(truth)))
@@ -81,7 +81,7 @@ def test_synthetic_rates_stand_whatever_the_confidences_are():
     assert calibration.survival(np.array([[0.1, 0.2, 0.9]])).tolist() == [pytest.approx([0.8, 0.4, 0.08])]
 
 
-# What a pass takes.
+# Seconds of a pass.
 
 
 def test_a_pass_takes_what_its_graph_took():
@@ -99,7 +99,7 @@ def test_the_table_is_corrected_by_the_steps_that_run():
         assert costs.seconds(64, rows) == pytest.approx(pass_s(rows) + 0.5e-3 + 3e-6 * rows, rel=0.03)
 
 
-# Which drafts.
+# The choice of drafts.
 
 
 def test_drafts_are_chosen_by_survival():
@@ -117,7 +117,7 @@ def test_the_likeliest_of_a_position_get_scarce_room():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_draft_is_chosen_by_what_comes_behind_it(seed):
-    """However the confidences behind a position change, of all sequences, the choice up to it stays."""
+    """Changing the confidences after a position, in all sequences, does not change the choice up to that position."""
     draw = np.random.default_rng(seed)
     conditional = draw.uniform(size=(12, 5))
     limit = Limit(draw.uniform(0.0, 0.4), int(draw.integers(0, 50)))
@@ -131,7 +131,7 @@ def test_no_draft_is_chosen_by_what_comes_behind_it(seed):
 
 
 class Served:
-    """Rounds of `sequences` with K drafts each; acceptance by position, or with confidences that differ."""
+    """Simulated steps of `sequences` with K drafts each; with `spread`, confidences differ between sequences."""
 
     def __init__(self, sequences: int, spread: float = 0.0) -> None:
         self.budget = VerificationBudget(profile(), is_adaptive=True)
@@ -140,12 +140,12 @@ class Served:
         self.verified: list[float] = []
 
     def survival(self) -> np.ndarray:
-        """[sequences, K]; a sequence's chances are the positions', raised to a power of its own."""
+        """Return the survival [sequences, K]; each sequence raises the acceptance by position to a random power."""
         power = np.exp(self.spread * self.draw.standard_normal((self.sequences, K)))
         return np.cumprod(CONDITIONAL**power, axis=1)
 
     def run(self, rounds: int) -> float:
-        """Return the tokens per second."""
+        """Run `rounds` steps; return the tokens per second."""
         all_tokens = all_seconds = 0.0
         self.verified.clear()
         sizes = profile().sizes(self.sequences)
@@ -164,7 +164,7 @@ class Served:
 
 
 def fixed(sequences: int, num_drafts: int, rates: np.ndarray = RATES) -> float:
-    """Tokens per second with so many drafts of each sequence, by the closed form."""
+    """Return the tokens per second with `num_drafts` drafts of each sequence, in closed form."""
     sizes = profile().sizes(sequences)
     rows = int(sizes.rows[np.searchsorted(sizes.rows, sequences * (1 + num_drafts))])
     return sequences * (1 + rates[:num_drafts].sum()) / (pass_s(rows) + DRAFT_S + HOST_S)
@@ -191,7 +191,7 @@ def test_the_budget_falls_with_load():
 
 @pytest.mark.parametrize("sequences", [64, 128, 256])
 def test_confidences_that_differ_gain_more(sequences):
-    """The same budget of rows goes to the drafts that are likely."""
+    """The budget's rows are used for the drafts that are likely to be accepted."""
     served = Served(sequences, spread=1.0)
     served.run(50)
     rate = served.run(100)

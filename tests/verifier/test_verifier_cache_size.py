@@ -1,4 +1,4 @@
-"""How large the verifier's cache is: from a number, from the memory that is left, never less than one request needs."""
+"""The size of the verifier's cache: from an option or the memory left, and at least one request of full length."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FUSION_BYTES = 3 * HIDDEN * HIDDEN * 4
 
 
 class FakeGpu:
-    """Of a GPU of 100 GiB, what `torch.cuda` says about memory."""
+    """Fakes of the memory functions of `torch.cuda`, for a GPU with 100 GiB."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, foreign: int = 0) -> None:
-        self.foreign = foreign  # taken by other processes and by libraries
+        self.foreign = foreign  # bytes used by other processes and by libraries
         self.reserved = 0
         self.peak = 0
         for name, answer in {
@@ -53,7 +53,7 @@ class FakeGpu:
 
 
 class FixedMemory(GpuMemory):
-    """A GPU on which so much is left, whatever the step takes."""
+    """A GPU with a fixed number of bytes left for the cache, whatever the step allocates."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -70,7 +70,7 @@ def choose(target: Target, memory: GpuMemory | None = None, **options: Any) -> i
     return choose_num_blocks(target, config, VerifierOptions("tiny", **options), memory)
 
 
-# What is left of a GPU.
+# Memory left on a GPU.
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def choose(target: Target, memory: GpuMemory | None = None, **options: Any) -> i
     ],
 )
 def test_the_cache_gets_what_others_and_activations_leave(monkeypatch, foreign, libraries, utilization, step, left):
-    """GiB of other processes, of libraries that loading has brought, of the largest step, and for the cache."""
+    """In GiB: memory of other processes, of libraries loaded with the model, of the largest step, and of the cache."""
     gpu = FakeGpu(monkeypatch, foreign * GIB)
     memory = GpuMemory(DEVICE)
     gpu.take(16 * GIB)
@@ -101,7 +101,7 @@ def test_a_largest_step_that_does_not_fit_is_told(monkeypatch):
         GpuMemory(DEVICE).left_for_cache(0.9, step)
 
 
-# Blocks.
+# Number of blocks.
 
 
 def test_a_number_of_tokens_wins(target):

@@ -1,4 +1,4 @@
-"""From messages to a prompt: what the chat template is given, and what is refused; Tokenize and Detokenize."""
+"""Rendering of messages with the chat template, refused messages, and the methods Tokenize and Detokenize."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 def chat(messages: list[Any], **options: Any) -> pb.Chat:
-    """The conversation that a client sends."""
+    """Return the conversation as a client sends it."""
     return build_request(messages, options)[0].chat
 
 
@@ -152,7 +152,7 @@ async def test_tokenize_returns_what_generate_takes(tmp_path: Path) -> None:
         nothing = await stub.Detokenize(pb.DetokenizeRequest())
     assert (list(text.token_ids), text.max_model_len) == ([2, 4], CONTEXT)
     assert list(messages.token_ids) == [5, 1]
-    assert list(too_long.token_ids) == [3] * CONTEXT  # Generate would refuse it
+    assert list(too_long.token_ids) == [3] * CONTEXT  # Generate refuses such a long prompt
     assert (back.text, nothing.text) == ("w2 w4", "")
 
 

@@ -26,7 +26,7 @@ from verifier_service.target.target import Target, load_target
 
 NO_FILE = object()
 NO_KEY = object()
-# eos_token_id of config.json and of generation_config.json; what ends an output.
+# (eos_token_id of config.json, of generation_config.json, expected end tokens)
 GIVEN = [
     (2, NO_FILE, {2}),
     (0, NO_FILE, {0}),
@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def write(directory: Path, config: Any, generation: Any) -> None:
-    """Gives a checkpoint these ids, or no generation_config.json, or one without any."""
+    """Write eos_token_id to both files; NO_FILE: no generation_config.json, NO_KEY: that file without the key."""
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": config}), encoding="utf-8")
     generation_path = directory / "generation_config.json"

@@ -1,5 +1,5 @@
-"""On a GPU a step brings what is drawn to the host in one copy; nothing else goes there but features that are sent, and
-all kernels run on one stream."""
+"""On a GPU a step copies its sampled tokens to the host in one copy. The only other copies are of sent features. All
+kernels run on one stream."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def served(target: Target) -> Iterator[Served]:
 def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, Any]) -> None:
     stream = served.connect(row_bytes=2 * 4 * HIDDEN) if is_drafted else None
     if stream is not None:
-        stream.sender = TensorSender(torch.device("cuda"))  # as a real stream's is: it sends from pinned memory
+        stream.sender = TensorSender(torch.device("cuda"))  # as of a real stream: sends from pinned memory
     k = K if is_drafted else 0
     with profile(activities=[ProfilerActivity.CUDA]) as run:
         requests = [served.submit(prompt, max_tokens=MAX_TOKENS, k=k, **options) for prompt in ([7, 8, 9], [11, 12])]
@@ -59,8 +59,8 @@ def test_one_copy_a_step(served: Served, is_drafted: bool, options: dict[str, An
     steps = served.engine.counters().steps
     assert (sent > 1) == is_drafted
     assert steps > MAX_TOKENS // (K + 1)
-    # Features leave before it is known that their request has ended with this step, in which case they are of no use;
-    # and the rows of each prompt are a copy of their own in a message.
+    # Features are copied before the host knows whether their request has ended; features of its last step are not sent.
+    # The rows of each prompt are copied separately.
     assert 0 <= copies_to_host(run) - steps - sent <= 2 * len(requests)
 
 

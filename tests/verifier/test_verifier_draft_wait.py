@@ -30,7 +30,7 @@ from verifier_service.drafters.breaker import (
 DEADLINE_S = 0.05
 
 
-# How long a request waits.
+# Waits of requests.
 
 
 def test_a_request_waits_for_its_drafts_until_the_deadline(clock):
@@ -50,7 +50,7 @@ def test_a_late_drafter_is_not_waited_for_until_it_answered_all(clock):
     assert scene.drafting.wait_policy.is_ready(one)
     scene.verify(one, 3)
     scene.step(other, 3)
-    assert len(stream.steps) == 2  # it has enough to do
+    assert len(stream.steps) == 2  # a late drafter gets no further steps
     assert scene.drafting.wait_policy.is_ready(one)
     assert scene.drafting.wait_policy.is_ready(other)
     scene.answer(stream, answer_to(stream.steps[0]))
@@ -94,7 +94,7 @@ def test_a_drafter_with_many_unanswered_steps_is_sent_no_more(clock, monkeypatch
     assert scene.drafting.wait_policy.is_ready(one)
 
 
-# Drafters that are lost.
+# Lost drafters.
 
 
 def test_a_drafter_whose_answer_may_be_there_is_not_called_slow(clock):
@@ -237,7 +237,7 @@ def test_without_a_deadline_no_answer_is_late():
 
 
 def make_slow(scene: Scene, stream: RecordedStream, clock: Clock) -> None:
-    """The drafter is silent for too long, then answers all that it was sent."""
+    """Let the drafter answer nothing for 5 s, which makes it slow, then answer all its steps."""
     scene.flush()
     clock.now += 5.0
     scene.flush()
@@ -300,7 +300,7 @@ def test_waiting_behind_an_earlier_answer_does_not_count(clock):
 
 
 def test_on_trial_all_is_redrawn_and_the_first_mismatch_expels(monkeypatch):
-    monkeypatch.setattr(audit.random, "random", lambda: 0.999)  # none would be
+    monkeypatch.setattr(audit.random, "random", lambda: 0.999)  # no answer would be audited off trial
     config = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
     for on_trial in (False, True):
         scene = Scene(config)
@@ -308,6 +308,6 @@ def test_on_trial_all_is_redrawn_and_the_first_mismatch_expels(monkeypatch):
         scene.decode(temperature=1.0)
         scene.flush()
         logits = torch.full((3, 20), -100.0)
-        logits[:, 4] = 100.0  # samples 4, but 5, 6, 7 are declared
+        logits[:, 4] = 100.0  # these logits sample 4, but the drafts are 5, 6, 7
         scene.answer(stream, answer_to(stream.last, logits=logits))
         assert stream.is_expelled == on_trial

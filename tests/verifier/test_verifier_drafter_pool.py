@@ -1,4 +1,4 @@
-"""The drafter pool follows what its names resolve to."""
+"""The drafter pool follows the addresses of its names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FakeLink:
 
 
 class Names:
-    """A name server."""
+    """A fake name server."""
 
     def __init__(self, **hosts: list[str]) -> None:
         self.hosts = hosts
@@ -142,7 +142,7 @@ def test_a_name_server_that_fails_takes_no_drafter_away(names, start):
     wait_for(pool, "10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:2")
     del names.hosts["many"]
     wait_for(pool, "10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:2", "many:2")
-    names.hosts["one"] = ["10.0.0.9"]  # other names are still followed
+    names.hosts["one"] = ["10.0.0.9"]  # other names are still resolved
     wait_for(pool, "10.0.0.2:2", "10.0.0.3:2", "10.0.0.9:1", "many:2")
     names.hosts["many"] = ["10.0.0.2", "10.0.0.3"]
     wait_for(pool, "10.0.0.2:2", "10.0.0.3:2", "10.0.0.9:1")
@@ -157,7 +157,7 @@ def test_stopping_ends_all_links(names, start):  # noqa: ARG001
 
 
 def test_nobody_waits_for_a_name_that_takes_long(names, start, monkeypatch):
-    """Neither the other names nor the end."""
+    """A slow lookup delays neither the other names nor `stop`."""
     answered, asked = threading.Event(), threading.Event()
 
     def getaddrinfo(host, *args, **kwargs):

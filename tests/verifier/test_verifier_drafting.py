@@ -1,4 +1,4 @@
-"""The rows of a request that drafters are sent, from its first rows to its end."""
+"""The rows that drafters get of a request, from its first rows to its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verifier_service.drafters.stream import Draining
 COUPLED = {"rejection_sample_method": "coupled"}
 
 
-# What is sent.
+# Rows that are sent.
 
 
 def test_a_decoding_sequence_opens_with_all_rows_and_asks_drafts():
@@ -86,7 +86,7 @@ def test_a_request_without_speculation_goes_to_no_drafter():
 
 @pytest.mark.parametrize(("left", "asked"), [(10, K), (5, K), (4, K), (3, 2), (2, 1), (1, 0)])
 def test_no_more_drafts_are_asked_than_the_request_has_room_for(left, asked):
-    """A verify step emits one token more than it has drafts; `left` tokens remain of max_tokens."""
+    """A step emits at most one token more than its drafts; `left` tokens remain of max_tokens."""
     scene, stream, one = start(max_tokens=left + 1)
     assert list(stream.last.num_drafts) == [asked]
     assert scene.drafting.wait_policy.is_ready(one) == (asked == 0)
@@ -201,7 +201,7 @@ def test_sequence_ids_rise_however_backlogs_are_split(monkeypatch):
 
 def test_a_backlog_begins_at_the_first_row_that_has_features():
     scene = Scene()
-    one = scene.decode(6)  # before any drafter: nothing keeps its features
+    one = scene.decode(6)  # computed before a drafter connects, so its features are not stored
     stream = scene.connect()
     scene.flush()
     assert not stream.steps

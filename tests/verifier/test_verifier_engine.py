@@ -1,4 +1,4 @@
-"""The engine: what ends one request or everything, and what happens while a step is in flight."""
+"""The engine: failures of one request or of all, and events while a step is in flight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def served(target: Target) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def greedy(target: Target) -> list[int]:
-    """What the target says without drafts."""
+    """Return the target's output without drafts."""
     own = Served(target)
     (tokens,) = own.run(own.submit())
     assert len(set(tokens)) > 3
@@ -60,7 +60,7 @@ def test_an_answer_without_drafts_keeps_no_step_waiting(target, monkeypatch):
     one = own.submit([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
     own.run(one)
     with_drafts = [seconds for has_drafts, seconds in computed_s if has_drafts]
-    assert counted == with_drafts[: len(counted)]  # the last answer may come when the request has ended
+    assert counted == with_drafts[: len(counted)]  # the last answer may arrive after the request's end
     assert len(with_drafts) - 1 <= len(counted) < len(computed_s) - 1
 
 
@@ -75,7 +75,7 @@ def test_the_drafter_has_a_step_before_its_output_is_delivered(target, monkeypat
         answer(step)
 
     stream.on_send = on_send
-    for observe in ("observe_first", "observe_next"):  # each is called once a step, as its output is delivered
+    for observe in ("observe_first", "observe_next"):  # each step calls one of the two when its output is delivered
         monkeypatch.setattr(own.engine.metrics, observe, lambda *_: order.append("delivered"))
     own.run(one)
     assert order == ["sent", "delivered"] * one.verify_steps + ["delivered"]
@@ -142,7 +142,7 @@ def test_drafts_that_the_target_says_itself_are_accepted(served, greedy):
     one = served.submit()
     assert served.tokens(one) == greedy
     assert one.accepted == one.drafted
-    assert one.verify_steps == 3  # 12 tokens: one with the prompt, then 4, 4 and 3
+    assert one.verify_steps == 3  # 12 tokens: 1 with the prompt, then 4, 4 and 3
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_later_one(served, greedy, target, monkeypatch):
@@ -160,7 +160,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_later_one(served, greedy, ta
 
 @pytest.mark.parametrize("failing", ["step", "features"])
 def test_a_device_that_is_lost_ends_the_engine(failing, served, target, monkeypatch):
-    """Not a request, or a stream, after the other."""
+    """The engine fails as a whole, instead of failing each request or stream in turn."""
 
     def fail(*_: Any) -> Any:
         for module in (executor, outputs):
@@ -217,14 +217,14 @@ def test_memory_is_that_of_the_cache_and_its_features(served):
     served.connect()
     served.tokens(served.submit())
     use = served.engine.memory
-    assert use.kv_cache_token_bytes == NUM_LAYERS * (8 + 8) * 4  # one head of 8
+    assert use.kv_cache_token_bytes == NUM_LAYERS * (8 + 8) * 4  # one head of size 8
     assert use.kv_cache_tokens == 32 * BLOCK_SIZE
-    assert use.features_bytes == 33 * BLOCK_SIZE * 2 * HIDDEN * 4  # of two layers, the padding block's too
+    assert use.features_bytes == 33 * BLOCK_SIZE * 2 * HIDDEN * 4  # two layers, including the padding block
     assert use.draft_logits_bytes == 0
 
 
 def connect_briefly(served: Served) -> RecordedStream:
-    """A drafter with a reduced vocabulary that is gone as soon as it has answered with drafts."""
+    """Connect a drafter with a reduced vocabulary that disconnects after its first answer."""
     stream = served.connect(draft_token_ids=REDUCED, draft_vocab_size=len(REDUCED))
     answer = stream.on_send
 
@@ -281,7 +281,7 @@ def test_a_failure_outside_a_step_ends_all_requests_and_is_told(target, monkeypa
 def test_stop_gives_the_requests_that_are_left_an_error(target):
     own = Served(target, max_num_seqs=2)
     stream = own.connect()
-    stream.on_send = lambda _: None  # without a deadline its requests wait
+    stream.on_send = lambda _: None  # never answers: without a deadline its requests wait
     requests = [own.submit() for _ in range(3)]
     with own:
         assert isinstance(own.next(requests[0]), generate_pb2.GenerateResponse)
@@ -292,7 +292,7 @@ def test_stop_gives_the_requests_that_are_left_an_error(target):
 
 @pytest.mark.parametrize("prompt", [5, 40])
 def test_no_row_without_features_is_sent(target, prompt):
-    """A drafter connects while a step is in flight, whose rows its store has not."""
+    """A drafter connects while a step is in flight; its feature store lacks the rows of that step."""
     own = Served(target, max_prefill_rows=16)
     streams: list[RecordedStream | None] = []
     own.on_stage(Stage.SAMPLED, lambda _: streams.append(own.connect() if len(streams) == 1 else None))
@@ -304,7 +304,7 @@ def test_no_row_without_features_is_sent(target, prompt):
 
 @pytest.mark.parametrize("kind", [{"presence_penalty": 0.5}, pytest.param({"min_tokens": 50}, marks=pytest.mark.full)])
 def test_requests_without_drafts_share_steps(target, kind):
-    """The second arrives while a step of the first is in flight."""
+    """The second request arrives while a step of the first request is in flight."""
     own = Served(target)
     sizes: list[int] = []
     made: list[Any] = []
@@ -350,7 +350,7 @@ def test_a_failed_launch_does_not_leave_the_queue_asleep(target, number):
 
 @pytest.mark.full
 def test_one_missed_deadline_costs_one_step_without_drafts(target):
-    """The late answer comes while the step without its drafts is in flight."""
+    """The late answer arrives while the step without its drafts is in flight."""
     own = Served(target, draft_deadline_s=0.5, adaptive_k=False)
     stream = own.connect()
     answer = stream.on_send

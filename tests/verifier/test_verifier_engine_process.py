@@ -1,4 +1,4 @@
-"""The engine behind a socket: the same answers, and neither end waits for the other."""
+"""The engine behind a socket gives the same answers, and neither end waits for the other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 
 
 def test_output_is_the_same_behind_a_socket():
-    """Tokens, log probabilities, counts, and the errors' words; times and names alone differ."""
+    """Tokens, logprobs, counts and error texts are equal; only request ids, times and memory differ."""
     requests = [
         request(logprobs=3),
         request(temperature=0.8, seed=7, stop_token_ids=[5]),
@@ -98,7 +98,7 @@ async def test_a_full_queue_says_when_to_come_again():
 @play
 async def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
     one = served()
-    # It would run for as long as the test may.
+    # Until this is set, each step takes 0.2 s longer.
     pause = threading.Event()
     async with stub_of(one) as stub:
         slow_down(one.host, pause)
@@ -114,7 +114,7 @@ async def test_a_request_that_nobody_waits_for_leaves_the_batch(how):
 
 
 def slow_down(host: EngineHost, until: threading.Event) -> None:
-    """Makes each step take a while."""
+    """Delay each step by 0.2 s until the event is set."""
     count_step = host.engine.times.count_step
 
     def count_slowly(**counts: Any) -> None:
@@ -131,7 +131,7 @@ async def test_loss_of_the_process_ends_present_and_later_requests():
     async with stub_of(one) as stub:
         slow_down(one.host, pause)
         calls = [stub.Generate(request()) for _ in range(3)]
-        while not one.host.engine.scheduler.running:  # of more requests than run at once any may be the first
+        while not one.host.engine.scheduler.running:  # any of the requests may be the first to run
             await asyncio.sleep(0.01)
         one.process.kill()
         for call in [*calls, stub.Generate(request())]:
@@ -181,7 +181,7 @@ async def test_a_call_that_cannot_be_told_or_taken_ends_alone():
 
 
 def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
-    """The output of ten requests is more than the socket holds; not a byte of it is read before all have ended."""
+    """The output of ten requests exceeds the socket's buffer. The test reads none of it before all have ended."""
     params = build_sampling_params(max_tokens=MAX_TOKENS, temperature=0.0, logprobs=15)
     host = make_host()
     process = EngineThread(host)
@@ -193,7 +193,7 @@ def test_an_engine_does_not_wait_for_a_reader_that_stands_still():
             keys = (NoiseKeys(1, 2, 3),)
             submission = Submission((number,), f"r{number}", [3, 1, 4], params, 0, keys, 3 + MAX_TOKENS)
             connection.sendall(pack(("submit", submission)))
-            # The first token is that of the prompt's step.
+            # The prompt's step gives the first token and is not a verify step.
             wait_for(lambda: host.engine.counters().verify_steps == (number + 1) * (MAX_TOKENS - 1))  # noqa: B023
         while len(output) < 10 or not all(is_whole(messages) for messages in output.values()):
             kind, items = receive(connection)

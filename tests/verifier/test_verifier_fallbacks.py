@@ -1,4 +1,4 @@
-"""Every token that is decoded without drafts is counted, with the cause."""
+"""Every token that is decoded without drafts is counted by cause."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def expelled() -> Played:
 
 
 def expelled_by_connection() -> Played:
-    """For a message that does not even reach the engine."""
+    """Expel a drafter for a message that cannot be decoded and never reaches the engine."""
     scene, stream, one = start()
     stream.fail("its answer cannot be decoded", expel=True)
     scene.disconnect(stream)
@@ -152,7 +152,7 @@ def test_an_expelled_drafter_is_the_cause_until_another_takes():
 
 
 def scrape(served: Served, drafters: list[generate_pb2.DrafterStatus] | None = None) -> dict[str, float]:
-    """Value of each of a verifier's samples, its labels' values behind the name, but for the model's."""
+    """Return the verifier's metrics: each value by name and label values, without the label of the model."""
     registry = CollectorRegistry()
     registry.register(VerifierCollector(served.engine, "tiny", lambda: drafters or []))
     families = text_string_to_metric_families(generate_latest(registry).decode())
@@ -162,7 +162,7 @@ def scrape(served: Served, drafters: list[generate_pb2.DrafterStatus] | None = N
 
 
 def run(*requests: dict[str, Any], drafter: bool) -> tuple[Served, list[Request]]:
-    """An engine that has served the requests."""
+    """Serve the requests; return the stopped engine and the requests."""
     served = Served(make_target())
     if drafter:
         served.connect()

@@ -1,4 +1,4 @@
-"""Which rows' features are kept, and when they leave for a drafter."""
+"""The rows whose features are stored, and when features are sent to a drafter."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ BEFORE, PROMPT = [2] * 33, [5] * 33
 
 @pytest.mark.full
 def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests, one after the other, in a cache of three blocks: one that drafts, one without drafts that takes
-    its blocks, and one with the same prompt that drafts."""
+    """Three requests run one after another in a cache of three blocks. The first has drafts. The second has none and
+    takes the first's blocks. The third has drafts and the second's prompt."""
     stores: list[FeatureStore] = []
     capture = FeatureStore.capture
 
@@ -56,7 +56,7 @@ def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.Mo
         served.tokens(served.submit(BEFORE))
         store = stores[-1]
         assert any(store.holds(block) for block in range(4))
-        capture_every_row(store, HIDDEN, 4)  # as after requests that filled their last blocks too
+        capture_every_row(store, HIDDEN, 4)  # as if requests had filled their last blocks too
         served.tokens(served.submit(PROMPT, k=0))
         num_before = len(stream.steps)
         served.tokens(served.submit(PROMPT, k=K))
@@ -66,11 +66,11 @@ def test_rows_without_features_are_never_sent_with_others(monkeypatch: pytest.Mo
 
 
 SPANS = [([3, 4, 7, 8], 5, 4 * BLOCK_SIZE - 3), ([6, 2, 1], BLOCK_SIZE - 1, BLOCK_SIZE), ([6, 2, 1], 16, 33)]
-"""(blocks, first row, last row) of pieces of which some lie side by side."""
+"""(blocks, first row, end row), in blocks of which some are adjacent in the cache."""
 
 
 def numbered_store(device: str) -> FeatureStore:
-    """Nine blocks whose rows have their place in all columns."""
+    """Return a store of nine blocks; every column of a row is the row's index in the cache."""
     target: Any = SimpleNamespace(hidden_size=HIDDEN, dtype=torch.float32, device=torch.device(device))
     store = FeatureStore(target, (1, 2), num_blocks=9)
     capture_every_row(store, HIDDEN, 9, target.device)
@@ -117,19 +117,19 @@ def assert_rows_of_spans(out: torch.Tensor) -> None:
 
 
 SIZE = 4096
-NUM_IDS = (SIZE - 128) // 4  # which take all of it
+NUM_IDS = (SIZE - 128) // 4  # ids that fill the segment
 
 
 def begin(scene: Scene) -> dict[DraftSession, EarlyFeatures]:
-    """What goes ahead of a step of the requests' last tokens alone."""
+    """Announce a step with only the last token of each request; return its early features."""
     works = [ScheduledRows(one, len(one.tokens) - 1, one.tokens[-1:], None, samples=True) for one in scene.requests]
     return scene.drafting.announce(works, torch.ones(len(works), 2, dtype=torch.int64), scene.stores)
 
 
 @pytest.mark.parametrize("has_landed", [False, True], ids=["flies", "has-landed"])
 def test_a_drafter_that_goes_in_mid_step_leaves_nothing_mapped(has_landed):
-    """Its session is freed at once, whatever keeps the step: Python looks for cycles seldom, and to unmap memory of a
-    GPU while a step is held would wait for that step."""
+    """The session is freed at once, without the garbage collector. Unmapping its GPU memory later might wait for a step
+    that waits for drafts."""
     scene, stream, _ = start()
     begun = begin(scene)
     session = weakref.ref(next(iter(begun)))
@@ -147,7 +147,7 @@ def test_a_drafter_that_goes_in_mid_step_leaves_nothing_mapped(has_landed):
 
 
 def test_room_of_features_that_cannot_be_read_comes_back(monkeypatch):
-    """Those of the first of two drafters are there when there is no memory for those of the second."""
+    """The first drafter's features are read; reading the second drafter's features fails for lack of memory."""
     scene = Scene()
     senders = []
     for layers in ((1, 3), (0, 3)):
@@ -177,7 +177,7 @@ PROMPTS = [[3 + i, 1, 4] for i in range(4)]
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each message with rows: whether its features were copied early. The features must equal the store's rows."""
+    """Return whether the features of each message were copied early; check that all features equal the store's rows."""
     was_early: list[bool] = []
     fill = StepSender.fill
 
@@ -217,7 +217,7 @@ LIMITS = [{}, {"num_blocks": 9}, {"max_prefill_rows": 2}, {"max_num_seqs": 2}, {
 KINDS = [{"k": 1}, {"temperature": 0.9, "stop_token_ids": [2, 9]}, {"min_tokens": 8}]
 
 
-# Of 90 combinations those that have every two values together.
+# A subset of the 90 combinations that covers every pair of values.
 @pytest.mark.full
 @pytest.mark.usefixtures("scheduling")
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_whatever_happens_to_requests_features_match_their_rows(target, sources,
 
 @pytest.fixture
 def segments() -> Iterator[tuple[HostSegment, HostSegment]]:
-    """Memory of 16 KiB as both sides see it, 13 steps of three requests."""
+    """Yield a segment of 16 KiB as both sides map it, with room for a few steps."""
     made, fds = HostSegment.create(16384, CPU)
     yield made, HostSegment.attach(fds, 16384, CPU)
     for fd in fds:
@@ -244,7 +244,7 @@ def segments() -> Iterator[tuple[HostSegment, HostSegment]]:
 
 @pytest.mark.usefixtures("scheduling")
 def test_room_of_features_that_are_not_sent_comes_back(target, segments):
-    """A request that ends with a step is not in its message, which has other features then."""
+    """A message omits requests that ended with its step, and then does not use the step's early features."""
     own = Served(target)
     ours, theirs = segments
     receiver = TensorReceiver(CPU, theirs)

@@ -1,4 +1,4 @@
-"""Grammars are compiled beside each other, within limits, and once."""
+"""Grammars are compiled concurrently, within limits, and once each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verifier_service.host import request_grammars
 from verifier_service.host.request_grammars import RequestGrammars
 
 WAIT_S = 120.0
-SLOW = {"json_schema": {"type": "integer", "multipleOf": 9999991}}  # takes more than a minute
+SLOW = {"json_schema": {"type": "integer", "multipleOf": 9999991}}  # takes more than a minute to compile
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_copies_of_a_compiled_grammar_are_independent():
 
 
 def test_a_trial_that_was_killed_leaves_no_process() -> None:
-    """Its owner may end it at any time, as while its process starts."""
+    """A trial may be killed at any time, also before its process has started."""
     others = multiprocessing.active_children()
     trial = Trial()
     trial.kill()
@@ -129,7 +129,7 @@ def test_a_trial_that_ended_between_two_grammars_is_started_anew() -> None:
 
 
 def test_a_request_cancelled_as_it_gets_its_matcher_is_dropped(monkeypatch):
-    """The engine would get the cancellation first, know nothing of the request, and compute it for nobody."""
+    """Otherwise the engine would get the cancellation before the request, and compute output without a client."""
     config = speculative_config_from_mapping({"num_speculative_tokens": 4})
     grammars = RequestGrammars(vocabulary(), frozenset([END]), config)
     gone, kept = make_request([1]), make_request([1])
