@@ -1,10 +1,10 @@
-"""Compile every specialisation of the Triton kernels for an H200 on a machine without a GPU, and print what it takes.
+"""Compile every specialisation of the Triton kernels for an H200 on a machine without a GPU; print time and resources.
 
     python tests/kernels/ahead_of_time.py [--front-end] [--only NAME]
 
-The interpreter runs kernels as Python: what the compiler alone refuses (a branch that changes a type, returns of two
-types) shows here. `--front-end` stops at Triton's own IR, where such errors appear; without it ptxas runs too, and each
-line tells registers and spilled bytes a thread and shared memory a program.
+Triton's interpreter runs kernels as Python and misses errors of the compiler (a branch that changes a type, returns of
+two types). `--front-end` stops at Triton's IR, which is enough to find these errors. Without it ptxas runs too, and
+each line has registers and spilled bytes per thread and shared memory per program.
 """
 
 import argparse
@@ -37,7 +37,7 @@ V, K = 128256, 5
 
 
 class OfflineDriver:
-    """What Triton asks of a GPU before it compiles."""
+    """A driver with the GPU properties that Triton reads before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET
@@ -181,7 +181,7 @@ def calls() -> dict[str, Callable[[], None]]:
 
 def front_end(kernel: JITFunction, _key: str, signature: Any, device: int, constants: Any, options: Any,
               attributes: Any, _warmup: bool) -> None:  # fmt: skip
-    """Stands in for the compilation of a kernel."""
+    """Generate a kernel's Triton IR instead of compiling it."""
     _, _, _, backend, _ = kernel.device_caches[device]
     context = ir.context()
     ir.load_dialects(context)
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a call's name")
     arguments = parser.parse_args()
     driver.set_active(OfflineDriver())
-    # What the tensors' device, the CPU, does not say of the GPU.
+    # Properties of the GPU. The tensors are on the CPU.
     paged_attention_launch.multiprocessors = lambda _device: 132
     paged_attention_launch.overlaps = lambda _device: True
     run = JITFunction.run

@@ -1,4 +1,4 @@
-"""Random sequences over a paged cache whose every slot that is not theirs holds NaN, and their attention in float64."""
+"""Random sequences in a paged cache, with NaN in all other slots, and their attention in float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sequence:
         def rows(heads: int, size: int) -> Tensor:
             return torch.randn(length, heads, size, generator=generator).to(shape.dtype)
 
-        # Scores of some spread, so that a wrong row or position shows.
+        # Scores are spread, so that a wrong row or position changes the result.
         self.q, self.k = rows(shape.heads, shape.size) * 3, rows(shape.kv_heads, shape.size)
         self.v = rows(shape.kv_heads, shape.size_v)
         self.shape, self.length, self.blocks = shape, length, blocks
@@ -48,7 +48,7 @@ class Sequence:
         return (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: self.length]
 
     def attended(self, count: int) -> Tensor:
-        """[count, H, Dv] float64, the last rows' attention."""
+        """Return the attention of the last `count` rows, [count, H, Dv] float64."""
         shape, repeats = self.shape, self.shape.heads // self.shape.kv_heads
         k, v = (x.double().repeat_interleave(repeats, 1).transpose(0, 1) for x in (self.k, self.v))
         scores = shape.scale * self.q[self.length - count :].double().transpose(0, 1) @ k.transpose(1, 2)
@@ -62,7 +62,7 @@ class Sequence:
 
 
 class Scene:
-    """Sequences given as (length, count): their last `count` rows are the batch's, the earlier ones are cached."""
+    """Sequences given as (length, count): the last `count` rows are in the batch, the earlier rows are cached."""
 
     def __init__(self, shape: Shape, sequences: list[tuple[int, int]], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -92,7 +92,7 @@ class Scene:
         return RaggedBatch(self.rows(), device)
 
     def inputs(self, num_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """query, key, value, keys, values; rows of padding up to `num_rows` are NaN."""
+        """Return query, key, value, keys and values; padding rows up to `num_rows` are NaN."""
 
         def joined(name: str) -> Tensor:
             pieces = [
@@ -108,14 +108,14 @@ class Scene:
         return torch.cat([s.attended(count) for s, count in zip(self.sequences, self.counts, strict=True)])
 
     def check(self, out: Tensor, keys: Tensor, values: Tensor) -> None:
-        """The result is the oracle's, and the cache is changed in the batch's slots alone, block 0 aside."""
+        """Check `out` against the oracle, and that only the batch's slots and block 0 of the cache have changed."""
         check_close(out, self.expected())
         for changed, filled in ((keys, self.filled_keys), (values, self.filled_values)):
             torch.testing.assert_close(changed.cpu()[BLOCK_SIZE:], filled[BLOCK_SIZE:], rtol=0, atol=0, equal_nan=True)
 
 
 def check_close(out: Tensor, expected: Tensor) -> None:
-    """Within rounding of the dtype, for values of variance 1; weights of half precision are rounded once more."""
+    """Check `out` within the dtype's rounding, for values of variance 1. Half precision also rounds the weights."""
     error = (out.cpu().double() - expected).square().mean(-1).sqrt()
     limit = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[out.dtype]
     assert error.max() < limit, f"{error.max():.2e} in row {error.max(-1).values.argmax().item()}"

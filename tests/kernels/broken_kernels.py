@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001, N803
-"""Parts of the Triton kernels that are wrong in a known way."""
+"""Functions of the Triton kernels, each with a known error."""
 
 import triton
 import triton.language as tl

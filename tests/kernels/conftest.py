@@ -7,7 +7,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only cost."""
+    """Use one thread: the tensors are too small to gain from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Rows of so many logits that the filters' kernel gathers some of them, and what the oracle keeps of them."""
+"""Rows long enough that the filter kernel gathers logits, and a check of filtered rows against the oracle."""
 
 import numpy as np
 import sampling_oracle as oracle
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FILTERS = (
     Options(top_k=5),
     Options(top_k=50, top_p=0.8, min_p=0.01),
-    Options(top_k=9000),  # more than the kernel gathers if they are in question
+    Options(top_k=9000),  # more than an eighth of the row, the kernel's limit for gathering
     Options(top_k=9000, top_p=0.7),
     Options(top_p=0.5, temperature=0.7),
     Options(top_p=0.98, temperature=3.0),
@@ -23,8 +23,8 @@ _COUNT = 7
 
 
 def rows(dtype: torch.dtype) -> Tensor:
-    """[7, VOCAB]: normal, with a heavy tail, far from 0 and narrow, mostly -inf, of a few values alone, with infinite
-    logits, and crowded below the largest."""
+    """Return logits [7, VOCAB]: normal; heavy-tailed; narrow and far from 0; mostly -inf; of few distinct values; with
+    infinite logits; crowded below the largest."""
     rng = np.random.default_rng(7)
     x = rng.standard_normal((_COUNT, VOCAB)).astype(np.float32) * 3
     x[1] = x[1] ** 3 / 9
@@ -37,7 +37,7 @@ def rows(dtype: torch.dtype) -> Tensor:
 
 
 def sampling(options: Options) -> LogitsSampling:
-    """The same filters for every row."""
+    """Return sampling parameters with the same filters for every row."""
     return LogitsSampling(
         cu_rows=torch.arange(_COUNT + 1, dtype=torch.int32),
         temperature=torch.full((_COUNT,), options.temperature),
@@ -48,7 +48,7 @@ def sampling(options: Options) -> LogitsSampling:
 
 
 def check(logits: Tensor, out: Tensor, options: Options) -> None:
-    """That `out` has the logits that the oracle keeps, and -inf for all others."""
+    """Check that `out` has the logits that the oracle keeps, and -inf elsewhere."""
     assert out.dtype == logits.dtype
     for row, found in zip(logits, out, strict=True):
         finite = row.double().clamp(max=torch.finfo(torch.float32).max).numpy()

@@ -1,4 +1,4 @@
-"""Speculative decoding of a small Markov target, many sequences at once, and the exact law of what it must emit."""
+"""Speculative decoding of a small Markov target, many sequences at once, and the exact distribution of its output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ START = 0
 TARGET = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
 """Logits of the target after each token."""
 DRAFTER = TARGET + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(51)) * 2
-"""Logits of the drafter: far enough from the target that every mistake in verification shows."""
+"""Logits of the drafter, far enough from the target's to reveal every error in verification."""
 
 
 @cache
@@ -44,7 +44,7 @@ class Case:
     options: Options = field(default_factory=Options)
     k: int = 3
     use_fp64: bool = False
-    sequences: int = 30_000  # at which every mutant of test_kernels_mutants is found out
+    sequences: int = 30_000  # enough for every mutant of test_kernels_mutants to fail
     backend: str = "auto"
     device: str = "cpu"
     edit_keys: Callable[[StreamKeys], StreamKeys] = lambda keys: keys
@@ -58,7 +58,7 @@ REDUCED = torch.tensor([3, 0, 2])
 
 
 def simulate(case: Case) -> tuple[np.ndarray, float]:
-    """Continuations [sequences, LENGTH] after START, and the mean acceptance length of full verify steps."""
+    """Return continuations [sequences, LENGTH] after START, and the mean acceptance length of full verify steps."""
     n, k = case.sequences, case.k
     keys = case.edit_keys(stream_keys(n)).to(case.device)
     tokens = torch.full((n, LENGTH + k + 2), START, device=case.device)
@@ -167,7 +167,7 @@ def _sampling(
 
 @cache
 def exact_law(options: Options) -> Array:
-    """Probability of every continuation [VOCAB ** LENGTH], the first token most significant."""
+    """Return the probability of every continuation [VOCAB ** LENGTH], the first token most significant."""
     law = np.ones(1)
     prefixes: list[list[int]] = [[]]
     target = TARGET.double().numpy()
@@ -179,7 +179,10 @@ def exact_law(options: Options) -> Array:
 
 
 def chi_square_ratio(continuations: np.ndarray, options: Options) -> float:
-    """Chi-square of continuations and of each position, over its quantile at 1 - 1e-6; above 1 refutes the law."""
+    """Return the largest chi-square, of continuations and of each position, over its quantile at 1 - 1e-6.
+
+    A ratio above 1 rejects the exact distribution.
+    """
     law = exact_law(options).reshape((VOCAB,) * LENGTH)
     index = tuple(continuations.T)
     counts = np.zeros(law.shape)

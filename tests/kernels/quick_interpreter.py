@@ -1,6 +1,6 @@
-"""Triton's interpreter without what it does again and again, and for numpy 2.4.
+"""Triton's interpreter without repeated work, and compatible with numpy 2.4.
 
-Nothing here changes what a kernel computes: `test_kernels_interpreter.py` compares it with the interpreter as it comes.
+Results do not change: `test_kernels_interpreter.py` compares them with the unmodified interpreter's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INTERPRETERS_OWN = ReduceOps.generic_reduce
 
 
 def install() -> None:
-    """Once for a process."""
+    """Patch the interpreter. Call once per process."""
     interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     InterpretedFunction.__call__ = _call
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def _with_index(patch: Any) -> Any:
-    """Triton 3.6 holds loop bounds in arrays of one element; numpy 2.4 no longer takes one as an int."""
+    """Give tensors `__index__`: Triton 3.6 holds loop bounds in one-element arrays, which numpy 2.4 rejects as ints."""
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -35,7 +35,7 @@ def _with_index(patch: Any) -> Any:
 
 
 def _remembered(np_dtype_of: Any) -> Any:
-    """By the name of the elements' type: a table of all of them was made for every operation."""
+    """Cache dtypes by name; Triton builds a table of all dtypes for every operation."""
     known: dict[str, np.dtype] = {}
 
     def remembered(dtype: Any) -> np.dtype:
@@ -53,15 +53,16 @@ def _languages(function: Any) -> list[Any]:
 
 
 def _call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """A call inside a kernel: the language's functions are replaced unless they are already, not at every call."""
+    """Call a function inside a kernel. Patch Triton's language only if it is not patched yet, not at every call."""
     if any(tl.core.is_builtin(language.load) for language in _languages(self.fn)):
         interpreter._patch_lang(self.fn)
     return self.rewrite()(*args, **kwargs)
 
 
 def reduce_by_halves(self: ReduceOps, input: Any) -> list[Any]:
-    """Neighbours are combined, all pairs at once, until one is left; the interpreter's own takes one element after the
-    other. `combine_fn` is associative, as it must be on a GPU.
+    """Combine all pairs of neighbours at once until one value is left; Triton combines one element after the other.
+
+    `combine_fn` must be associative, as on a GPU.
     """
     values, axis = self.unravel(input, self.axis)
     num_dims = len(values[0].handle.data.shape)

@@ -1,4 +1,4 @@
-"""The formulas of draftwire_kernels in float64 numpy, one request at a time, for reading rather than for speed."""
+"""The formulas of draftwire_kernels in float64 numpy, one request at a time, written for readability."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def token_word(state: int, token: int) -> int:
 
 
 def key_with_least_word(token: int, position: int, offset: int) -> int:
-    """A key, signed, under which the word of `token` is 0 at that place: the hashes are bijections, undone here."""
+    """Return a signed key with which `token` has word 0 at this position and offset, by inverting the hashes."""
     high = 0x9E3779B9 ^ token
     low = _unmixed(_unshifted(high, 11, 32), (17,), (0xED5AD4BB,), 32) ^ token
     state = high << 32 | low
@@ -52,7 +52,7 @@ def _unmixed(x: int, shifts: Sequence[int], multipliers: Sequence[int], bits: in
 
 
 def _unshifted(x: int, shift: int, bits: int) -> int:
-    """The word y below 2**bits with y ^ (y >> shift) = x."""
+    """Return the y below 2**bits with y ^ (y >> shift) = x."""
     x %= 2**bits
     y = x
     for _ in range(bits // shift):
@@ -91,13 +91,13 @@ def softmax(logits: Array, temperature: float) -> Array:
 
 
 def race(mass: Array, key: int, position: int) -> int:
-    """Gumbel-max draw from an unnormalised distribution with RESAMPLE noise."""
+    """Return a Gumbel-max draw from an unnormalised distribution with RESAMPLE noise."""
     with np.errstate(divide="ignore"):
         return int(np.argmax(np.log(mass) + gumbel(key, position, 0, range(len(mass)))))
 
 
 def draw(mass: Array, key: int, position: int) -> int:
-    """The same in two races: of groups of tokens, then of those of the winner."""
+    """Return a draw in two races: among groups of tokens, then among the tokens of the winning group."""
     state = row_state(key, position, 0)
     groups = [mass[i : i + GROUP] for i in range(0, len(mass), GROUP)]
     with np.errstate(divide="ignore"):
@@ -184,7 +184,7 @@ class Options:
 
 
 def processed(logits: Array, options: Options, prompt: Sequence[int], output: Sequence[int]) -> Array:
-    """Penalised and filtered logits of the token after prompt + output."""
+    """Return the penalised and filtered logits of the token after prompt + output."""
     x = np.array(logits, dtype=np.float64)
     for t in set(prompt) | set(output):
         x[t] = x[t] / options.repetition if x[t] > 0 else x[t] * options.repetition

@@ -1,8 +1,8 @@
-"""One small launch of each kernel but those of attention, for `compute-sanitizer`; needs CUDA. See kernels_check.sh.
+"""Launch each kernel except attention on small inputs, for `compute-sanitizer`; needs CUDA. See kernels_check.sh.
 
     python tests/kernels/small_launches.py [PART PARTS]
 
-With two numbers every PARTS-th launch from PART on, so that several processes can share the work.
+With two numbers, run every PARTS-th launch from PART on, so that several processes can share the work.
 """
 
 import sys
@@ -40,7 +40,7 @@ FORMS = (
 
 
 def verify(method: str, form: str, use_fp64: bool) -> None:
-    """A vocabulary that ends within a group; both one wave and one for each row."""
+    """Compare default tuning with waves of one row. The vocabulary ends within a group."""
     batch = Batch(3, requests=6, vocab=5003, spread=0.7, max_k=4)
     logits = batch.draft_logits(form)
     if logits is not None:
@@ -56,7 +56,7 @@ def verify(method: str, form: str, use_fp64: bool) -> None:
 
 
 def serve(requests: int, method: str) -> None:
-    """A ragged batch as a server has it: a large vocabulary, 16-bit logits, one-hot drafts, the tuning of its size."""
+    """Verify a ragged batch like a server's: large vocabulary, 16-bit logits, one-hot drafts, default tuning."""
     batch = Batch(requests, requests=requests, vocab=128256, max_k=4)
     target, drafts, cu_rows, temperature, keys, position = batch.args()
     arguments = (target.bfloat16().cuda(), drafts.cuda(), cu_rows, temperature.cuda(), keys.to("cuda"), position.cuda())
@@ -85,7 +85,7 @@ def filter_rows() -> None:
 
 
 def gather() -> None:
-    """More sequences than are looked at together, and a width of which a program copies a part."""
+    """Gather for more sequences than one iteration reads, and rows wider than one program copies."""
     rows, places = torch.randn(900, 3001, device="cuda").bfloat16(), torch.arange(300, device="cuda")
     drawn, cu_rows = (places % 4)[:, None], torch.arange(301, device="cuda", dtype=torch.int32) * 3
     gather_accepted_rows(rows, torch.arange(900, device="cuda"), cu_rows, places, drawn, torch.empty_like(rows))

@@ -1,4 +1,4 @@
-"""gather_accepted_rows: with each backend, Triton's compiled on CUDA and through its interpreter elsewhere."""
+"""gather_accepted_rows with each backend; Triton's is compiled on CUDA and interpreted elsewhere."""
 
 from importlib.util import find_spec
 from itertools import accumulate
@@ -28,7 +28,7 @@ DRAWS = [
 
 
 class Step:
-    """Verified rows at random slots of a store, and a draw whose entries are in another order than the sequences."""
+    """Verified rows at random slots of a store, and a table of draws in another order than the sequences."""
 
     def __init__(self, lengths: list[int], drawn: list[int], width: int, dtype: torch.dtype = torch.float32) -> None:
         random = np.random.default_rng(sum(lengths) + width)
@@ -42,7 +42,7 @@ class Step:
         self.table[self.places, 0] = torch.tensor(drawn)
 
     def expected(self) -> Tensor:
-        """Row by row."""
+        """Return the accepted rows and then the rejected rows, collected one by one."""
         true, others, slots = [], [], iter(self.slots.tolist())
         for length, count in zip(self.lengths, self.drawn, strict=True):
             for offset in range(length):
@@ -56,7 +56,7 @@ class Step:
         return out.cpu()
 
 
-# Of 144 combinations those that have every two values together.
+# Pairwise coverage of 144 combinations.
 @pytest.mark.parametrize(("draw", "width", "dtype", "backend"), covering(DRAWS, [1, 33, 64, 2049], DTYPES, BACKENDS))
 def test_accepted_rows_come_first(
     draw: tuple[list[int], list[int]], width: int, dtype: torch.dtype, backend: str

@@ -16,7 +16,7 @@ BACKENDS = ["reference", "triton"]
 DECODE = [(1, 1), (16, 1), (17, 1), (50, 1)]
 VERIFY = [(40, 5), (3, 3), (17, 2), (33, 5), (16, 1), (5, 5)]
 MIXED = [(60, 36), (19, 1), (40, 6)]
-# Tiles, steps and shares so small that few rows have many of each.
+# Small tiles, steps and shares, so that few rows have many of each.
 FINE = Tuning(16, 16, warps=4, stages=2, programs_each=200, most_shares=8)
 BOUNDED = Tuning(16, 16, warps=4, stages=2, programs_each=1, most_shares=8, share_rows=16)
 PROMPT = Tuning(32, 16, warps=4, stages=2, programs_each=1)
@@ -129,7 +129,7 @@ def test_prompts_in_several_tiles_between_short_sequences() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_need_not_be_contiguous(backend) -> None:
-    """The models give [1, heads, T, D] with rows transposed, or views of one merged projection."""
+    """Models pass transposed rows of [1, heads, T, D], or views of one merged projection."""
     scene = Scene(Shape(), VERIFY)
     q, k, v, keys, values = scene.inputs()
     merged = torch.cat([q, k, v], 1)
@@ -139,7 +139,7 @@ def test_tensors_need_not_be_contiguous(backend) -> None:
 
 
 def test_result_does_not_depend_on_company_or_place() -> None:
-    """Bit for bit, for the same bounds of the batch."""
+    """The result is bit-identical if the batch's bounds are the same."""
     company = [(60, 2), (9, 1), (60, 5), (1, 1)]
     scene, other = Scene(Shape(), [(37, 4), *company]), Scene(Shape(), [*company[::-1], (60, 5)], seed=1)
     alone = run_tuned(scene, scene.batch(), FINE)[:4]
@@ -160,7 +160,7 @@ def test_result_does_not_depend_on_company_or_place() -> None:
 def test_padding_gives_zeros_and_changes_nothing_but_block_0(backend) -> None:
     scene = Scene(Shape(), [(40, 5), (19, 1), (36, 3)])
     buffers = BatchBuffers(32, 8, 64, DEVICE)
-    buffers.load(RaggedBatch([SequenceRows([9, 8, 7], 40, 5)] * 4, CPU), 20, 4)  # whose blocks stay there
+    buffers.load(RaggedBatch([SequenceRows([9, 8, 7], 40, 5)] * 4, CPU), 20, 4)  # its blocks remain in the buffers
     batch = buffers.load(scene.batch(CPU), 20, 4)
     inputs = scene.inputs(20)
     out = attend(scene, batch, inputs, backend)

@@ -1,4 +1,4 @@
-"""What a ragged batch tells the kernels, and the buffers that hold it for a CUDA graph."""
+"""The tensors of a ragged batch, and the buffers that hold them for a CUDA graph."""
 
 import array
 
@@ -70,7 +70,7 @@ def _loaded(buffers: BatchBuffers, sequences: list[SequenceRows], **bounds: int)
 
 def test_buffers_pad_with_block_0_and_sequences_without_rows() -> None:
     buffers = BatchBuffers(8, 4, 5, DEVICE)
-    _loaded(buffers, [SequenceRows([9, 8, 7, 6, 5], 70, 2)] * 3)  # stale values that must not show
+    _loaded(buffers, [SequenceRows([9, 8, 7, 6, 5], 70, 2)] * 3)  # stale values, to be overwritten
     batch = _loaded(buffers, [SequenceRows([7, 3], 15, 2), SequenceRows([4], 2, 1)])
     assert batch.slot_mapping.tolist()[:3] == [7 * 16 + 15, 3 * 16, 4 * 16 + 2]
     assert all(0 <= slot < 16 for slot in batch.slot_mapping.tolist()[3:])
@@ -89,7 +89,7 @@ def test_buffers_keep_their_addresses_and_bounds() -> None:
     assert [t.data_ptr() for t in tensors] == [t.data_ptr() for t in again]
     assert [t.stride() for t in tensors] == [t.stride() for t in again]
     assert (first.max_rows, first.max_length) == (second.max_rows, second.max_length) == (2, 80)
-    # The first batch's tensors are the buffers', so they show the second batch.
+    # Both batches are views of the buffers.
     assert first.lengths.tolist() == [41, 1, 0]
     bounded = _loaded(buffers, [SequenceRows([7], 0, 4)], max_rows=4, max_length=32)
     assert (bounded.max_rows, bounded.max_length) == (4, 32)

@@ -1,4 +1,4 @@
-"""Paged attention in CUDA graphs, and where offsets pass 32 bits."""
+"""Paged attention in CUDA graphs and with offsets of more than 32 bits."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_replayed_graph_gives_what_eager_gives(shape, capacity) -> None:
         graph = torch.cuda.CUDAGraph()
         batch = load(scenes[0])
         with torch.cuda.graph(graph, stream=stream):
-            outs = [attend(batch), attend(batch)]  # the second reuses what the first counted in
+            outs = [attend(batch), attend(batch)]  # the second reuses the first's counters
         for scene in [*scenes[::-1], *scenes]:
             eager = attend(load(scene)).clone()
             load(scene)
@@ -77,7 +77,7 @@ def test_caches_of_more_than_2_to_the_31_elements() -> None:
 
 
 def test_a_pinned_batch_is_not_overwritten_before_its_copy() -> None:
-    """Batches made in a hurry, while the device is busy, keep their own numbers."""
+    """Batches created while the device is busy keep their own values."""
     busy = torch.randn(4096, 4096, device=DEVICE)
     for _ in range(20):
         busy = busy @ busy * 1e-3

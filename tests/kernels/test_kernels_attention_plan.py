@@ -1,4 +1,4 @@
-"""How paged attention cuts a batch into launches, from what the host knows."""
+"""Division of a batch into attention launches, from values known to the host."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from draftwire_kernels.gpu.paged_attention_plan import SHARED_BYTES, SHORT_ROWS, Problem, plan
 
 MULTIPROCESSORS = 132
-# Llama-3.1-8B: one sequence, one draft-less row, up to 8192 rows of context.
+# Llama-3.1-8B: one sequence, one row without drafts, up to 8192 rows of context.
 ONE = Problem(1, 1, 1, 8192, kv_heads=8, group=4, size=128, itemsize=2, window=None)
 
 
@@ -35,7 +35,7 @@ def test_contexts_are_divided_if_sequences_leave_the_device_idle() -> None:
 
 
 def test_rows_of_few_long_sequences_divide_their_contexts() -> None:
-    """64 rows are at most one sequence of more than 32, in at most two tiles of 32 rows for each of 8 heads."""
+    """64 rows have at most one sequence of more than 32 rows: at most two tiles of 32 rows for each of 8 heads."""
     problem = replace(ONE, num_rows=64, num_sequences=64, max_rows=64)
     long = plan(problem, MULTIPROCESSORS)[-1]
     assert not long.is_short

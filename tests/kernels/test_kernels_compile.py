@@ -1,4 +1,4 @@
-"""What the compiler refuses and the interpreter does not show."""
+"""Errors of Triton's compiler that its interpreter does not raise."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The method "coupled": what is emitted at a position depends on no draft, there or before it, and on no k."""
+"""Method "coupled": the token at a position depends neither on drafts nor on k."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from draftwire_kernels.reference import rejection
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("kind", ["same noise", "greedy", "constant"])
 def test_output_is_that_of_decoding_without_drafts(kind: str, k: int) -> None:
-    """Thousands of keys, any drafter: the same tokens as one token at a time."""
+    """With thousands of keys and any drafter, tokens equal those decoded one at a time."""
     n, vocab, length = 3000, 50, 8
     table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(0)) * 2
     keys = derive_stream_keys(range(n))
@@ -26,7 +26,7 @@ def test_output_is_that_of_decoding_without_drafts(kind: str, k: int) -> None:
         result = rejection_sample(table[alone[:, t]], none, cu_rows, temperature, keys, position, method="coupled")
         alone[:, t + 1] = result.tokens[:, 0]
         standard = rejection_sample(table[alone[:, t]], none, cu_rows, temperature, keys, position)
-        assert torch.equal(standard.tokens, result.tokens)  # without drafts every method draws alike
+        assert torch.equal(standard.tokens, result.tokens)  # without drafts both methods draw the same token
 
     tokens = torch.zeros(n, length + k + 2, dtype=torch.int64)
     size, rows = torch.ones(n, dtype=torch.int64), torch.arange(n)
@@ -65,7 +65,7 @@ K = 3
 def emits_what_it_does_without_drafts(
     backend: str, method: str = "coupled", use_fp64: bool = False, device: str = "cpu", num_seeds: int = 12
 ) -> bool:
-    """Return whether drafts of every kind, or none, leave the tokens of the seeds what each position alone gives."""
+    """Return whether tokens with drafts of every kind equal those of each position without drafts."""
     all_seeds = range(num_seeds)
     rows = torch.randn(K + 1, 600, generator=torch.Generator().manual_seed(4)) * 3  # the target, by position
     rows[:, 7] += 9.0  # often drawn

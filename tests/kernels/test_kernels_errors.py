@@ -1,4 +1,4 @@
-"""Bad input raises ValueError that names the argument, what was given and what is expected."""
+"""Bad input raises a ValueError with the argument's name, its value and the expected value."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ KEYS = derive_stream_keys([1, 2])
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton's interpreter: its kernels need CUDA."""
+    """Disable Triton's interpreter, so that its kernels need CUDA."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Draws in two races, of groups and of one group's tokens: the law where tokens with mass lie in several groups."""
+"""The distribution of draws in two races, among groups and within a group, with mass in several groups."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from draftwire_kernels.gpu.noise import gumbel_ceiling
 CUDA = torch.cuda.is_available()
 VOCAB = 2 * GROUP + 300
 TOKENS = torch.tensor([0, 1, 2, 300, GROUP - 1, GROUP, GROUP + 90, 2 * GROUP - 1, 2 * GROUP, VOCAB - 1])
-"""Those with mass. The first have the numbers of groups as their ids: were their noise the same, it would show."""
+"""Tokens with mass. The ids 0 to 2 are also group numbers, so that noise shared by groups and tokens is detected."""
 REDUCED = torch.tensor([2 * GROUP, 2, GROUP, 0, VOCAB - 1, 300])
 FORMS = ["one-hot", "greedy", "dense", "reduced", "top-n"]
 CASES = [("standard", form) for form in FORMS] + [("block", form) for form in ("dense", "reduced", "top-n")]
@@ -40,7 +40,7 @@ Q = P + _row(3, 1.5).nan_to_num(neginf=0.0)
 
 
 def _ratio(tokens: Tensor, logits: Tensor) -> float:
-    """Chi-square of tokens drawn from softmax(logits) over its quantile at 1 - 1e-6."""
+    """Return the chi-square of tokens drawn from softmax(logits) over its quantile at 1 - 1e-6."""
     counts = np.bincount(tokens.cpu().numpy(), minlength=VOCAB)[TOKENS.numpy()]
     assert counts.sum() == len(tokens), "a token without mass"
     expected = logits[TOKENS].double().softmax(0).numpy() * len(tokens)
@@ -49,7 +49,7 @@ def _ratio(tokens: Tensor, logits: Tensor) -> float:
 
 
 def law_ratio(method: str, form: str, backend: str, count: int) -> float:
-    """The larger chi-square ratio of the first token and of the one after an accepted draft, of `count` steps."""
+    """Return the larger chi-square ratio of `count` steps: of first tokens, or of tokens after accepted drafts."""
     device = "cuda" if backend == "triton" else "cpu"
     keys = derive_stream_keys(range(count)).to(device)
     one, position = torch.ones(count, device=device), torch.arange(count, device=device) % 1000
@@ -97,7 +97,7 @@ def test_groups_with_the_noise_of_tokens_fail(form: str, monkeypatch: pytest.Mon
     ids=["flat", "spread"],
 )
 def test_a_draw_of_groups_is_a_draw_of_all_tokens(logits_of: Callable[[], Tensor]) -> None:
-    """Each group is drawn as often as it has mass, and each half of a group."""
+    """Groups and halves of groups are drawn in proportion to their mass."""
     logits, count = logits_of(), 4000
     keys, one = derive_stream_keys(range(count)), torch.ones(count)
     scores = logits.expand(count, -1)
@@ -117,13 +117,13 @@ def ceilings_kernel(words, ceilings, COUNT: tl.constexpr):  # noqa: N803
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("first", [0, 2**24 - 2**16, 2**31 - 2**16, 2**32 - 2**17])
 def test_no_noise_exceeds_its_ceiling(first: int, dtype: torch.dtype) -> None:
-    """Near 1, where the noise falls ever faster, a uniform that is rounded up would."""
+    """Noise would exceed its ceiling near 1, where it is steep, if uniforms were rounded up."""
     count = 2**17
     words = torch.arange(first, first + count).to(torch.int32)
     ceilings = torch.empty(count, device="cuda" if CUDA else "cpu")
     ceilings_kernel[(count // 4096,)](words.to(ceilings.device), ceilings, 4096)
-    # In float64 the noise of a word is the larger, the less its second one is.
+    # In float64 the noise is largest when the second word is 0.
     u = noise.uniform32(words) if dtype == torch.float32 else noise.uniform64(words, torch.zeros_like(words))
     exact = -torch.log(-torch.log1p(-u.double()))
     assert (exact <= ceilings.cpu() + draw.MARGIN.value / 10).all()
-    assert (ceilings.cpu() - exact).abs()[1000 if first == 0 else 0 :].max() < 0.5  # close, as well
+    assert (ceilings.cpu() - exact).abs()[1000 if first == 0 else 0 :].max() < 0.5  # not too high either

@@ -92,7 +92,7 @@ def test_a_row_does_not_depend_on_the_batch_or_its_slot() -> None:
 
 
 def test_noise_is_keyed_by_target_id_in_a_reduced_vocabulary() -> None:
-    """With the columns outside the reduced vocabulary at -inf, the full row draws the same token."""
+    """A full row with -inf outside the reduced vocabulary draws the same token."""
     ids = torch.tensor([7, 2, 9, 4])
     reduced = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
     full = torch.full((512, 12), -INF)

@@ -1,4 +1,4 @@
-"""The quick interpreter computes what Triton's own does."""
+"""The quick interpreter gives the same results as Triton's own."""
 
 import pytest
 import torch

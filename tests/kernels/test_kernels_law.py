@@ -1,4 +1,4 @@
-"""Whatever drafts, the emitted continuations follow the target's law."""
+"""Emitted continuations follow the target's distribution for any drafts."""
 
 from dataclasses import replace
 

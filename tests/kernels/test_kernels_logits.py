@@ -35,7 +35,7 @@ ROW = torch.tensor([[1.0, 4.0, 3.0, 2.0, -1.0]])
 
 @pytest.fixture(params=["reference", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`process_logits` with each backend, Triton's through its interpreter."""
+    """Run `process_logits` with each backend, Triton's through its interpreter."""
     if request.param == "triton":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
@@ -88,7 +88,7 @@ class TestFilters:
 
     @pytest.mark.parametrize("dtype", large_vocabulary.DTYPES, ids=str)
     def test_zeros_stay_or_go_together_whatever_their_sign(self, dtype: torch.dtype) -> None:
-        """Values are searched among floats and their bits, where -0 is another than 0."""
+        """The kernel searches floats and their bits; -0 and 0 have different bits."""
         row = torch.tensor([[4.0, 0.0, -1.0, -11.0, -12.0]], dtype=dtype)
         assert kept(process_logits(row, one_row_each(1, top_k=int32(3)))) == [[0, 1, 2]]
         signs = torch.tensor([[4.0, 0.0, -0.0, -1.0, -0.0, -11.0, 0.0]], dtype=dtype)
@@ -98,7 +98,7 @@ class TestFilters:
 
     @pytest.mark.parametrize("more", [2, 10, 20])
     def test_many_zeros_are_counted_once(self, more: int) -> None:
-        """With a mean of -4 and a largest of 4 one of the values that are looked at first is 0."""
+        """With mean -4 and maximum 4, the kernel's first look counts from the value 0."""
         rest = -1 - torch.arange(2000) / 32
         rest[-1] = -20000 * 4 - 500 * 4 - rest[:-1].sum()
         row = torch.cat([torch.full((500,), 4.0), torch.zeros(17500), rest])[None]
@@ -119,7 +119,7 @@ class TestFilters:
     @pytest.mark.parametrize("stride", [2048, 4096])
     @pytest.mark.parametrize("top_p", [1.0, 0.9])
     def test_what_is_left_may_be_of_few_columns(self, stride: int, top_p: float) -> None:
-        """Of those by which the kernel gathers."""
+        """All finite logits are in one of the kernel's lanes, which it gathers separately."""
         row = torch.full((1, 50 * stride), -INF)
         row[0, 5::stride] = torch.randn(50, generator=torch.Generator().manual_seed(3))
         out = kept(process_logits(row, one_row_each(1, top_k=int32(20), top_p=torch.tensor([top_p]))))
@@ -128,7 +128,7 @@ class TestFilters:
         assert out == [sorted(best.indices[: min(20, 1 + int(within.sum()))].tolist())]
 
     def test_each_filter_sees_what_the_one_before_left(self) -> None:
-        """top-p 0.75 of all would keep three tokens; of the two that top-k left, it keeps both; of one, one."""
+        """Alone, top-p 0.75 would keep three tokens; after top-k 2 it keeps both, after top-k 1 the only one."""
         p = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log().expand(2, -1)
         sampling = one_row_each(2, top_k=int32(2, 1), top_p=torch.tensor([0.75, 0.75]))
         assert kept(process_logits(p, sampling)) == [[1, 2], [1]]
@@ -169,7 +169,7 @@ class TestFilters:
             assert np.array_equal(out[i].isfinite().numpy(), np.isfinite(expected))
 
 
-# Of 42 combinations those that have every two values together; test_kernels_cuda has all with compiled kernels.
+# Pairwise coverage of 42 combinations; test_kernels_cuda runs all of them with compiled kernels.
 @pytest.mark.parametrize(
     ("options", "dtype", "backend"),
     covering(large_vocabulary.FILTERS, large_vocabulary.DTYPES, ["reference", "triton"]),
@@ -273,7 +273,7 @@ class TestPenalties:
         out = process_logits(logits, replace(self.SAMPLING, penalties=penalties))
         assert out[0].tolist() == [2.0, -8.0, 3.0, 2.0, -1.0]
         assert out[1].tolist() == [2.0, -8.0, 1.5, 2.0, -1.0]  # after the draft 2
-        assert out[2].tolist() == [2.0, -8.0, 1.5, 2.0, -1.0]  # after two drafts 2: once
+        assert out[2].tolist() == [2.0, -8.0, 1.5, 2.0, -1.0]  # after two drafts 2, penalised once
         assert torch.equal(out[3:], logits[3:])
 
     def test_presence_and_frequency_count_output_not_the_prompt(self) -> None:

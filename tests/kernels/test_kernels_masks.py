@@ -18,7 +18,7 @@ Words = list[list[int]]
 
 
 def tables(words: list[Words], outputs: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """The tables of requests, each with its forbidden sequences and its output so far."""
+    """Return the tables of requests, given their forbidden sequences and outputs so far."""
     count, length = max(map(len, words)), LONGEST - 1
     last = torch.zeros(len(words), count, dtype=torch.int64)
     before = torch.full((len(words), count, length), ANY_TOKEN)
@@ -36,7 +36,7 @@ def tables(words: list[Words], outputs: list[list[int]]) -> tuple[Tensor, Tensor
 
 
 def forbidden_after(output: list[int], words: Words) -> set[int]:
-    """The tokens that would complete a sequence, by its definition."""
+    """Return the tokens that would complete a forbidden sequence, by definition."""
     return {
         word[-1] for word in words if len(word) == 1 or output[len(output) + 1 - len(word) :] == word[:-1]
         if len(output) >= len(word) - 1
@@ -48,7 +48,7 @@ def masked(row: Tensor) -> set[int]:
 
 
 def draw_batch(seed: int) -> tuple[list[Words], list[list[int]], list[list[int]]]:
-    """Sequences, outputs and drafts of some requests, over so few tokens that sequences match often."""
+    """Return sequences, outputs and drafts of five requests, over three tokens so that sequences match often."""
     draw = np.random.default_rng(seed)
 
     def tokens(least: int, most: int) -> list[int]:
@@ -65,7 +65,7 @@ def test_rows_count_the_drafts_before_them_as_output(seed: int, dtype: torch.dty
     sizes = [len(own) + 1 for own in drafts]
     logits = torch.randn(sum(sizes), VOCAB, generator=torch.Generator().manual_seed(seed)).to(dtype)
     slots = torch.tensor([2, -1, 0, 4, 1])
-    users = [2, 4, 0, -1, 3]  # the request of each slot; nobody has slot 3
+    users = [2, 4, 0, -1, 3]  # the request of each slot; slot 3 is unused
     own_words = [words[user] for user in users]
     last, before, tail = tables(own_words, [outputs[user] for user in users])
     sampling = LogitsSampling(
@@ -89,7 +89,7 @@ def test_rows_count_the_drafts_before_them_as_output(seed: int, dtype: torch.dty
 
 @pytest.mark.parametrize("seed", range(20))
 def test_forbidden_tokens_are_those_of_transformers(seed: int) -> None:
-    """`NoBadWordsLogitsProcessor` over the output alone, which some versions want to be longer than each word."""
+    """Tokens match `NoBadWordsLogitsProcessor` over the output. Some versions need outputs longer than each word."""
     words, outputs, _ = draw_batch(seed)
     outputs = [[5] * VOCAB + output for output in outputs]
     logits = torch.randn(len(words), VOCAB, generator=torch.Generator().manual_seed(seed))

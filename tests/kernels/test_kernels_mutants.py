@@ -1,4 +1,4 @@
-"""The chi-square of test_kernels_law is worth something: verification that is wrong in a known way fails it by far."""
+"""Verification with a known error fails the chi-square test of test_kernels_law by a wide margin."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from draftwire_kernels import DraftLogits, StreamKeys
 from draftwire_kernels.reference import distribution, noise, rejection
 
 BLOWN = 3.0
-"""Times the chi-square quantile at 1 - 1e-6."""
+"""Least ratio of a mutant's chi-square to the quantile at 1 - 1e-6."""
 
 
 def _ratio(case: Case) -> float:

@@ -1,4 +1,4 @@
-"""Triton kernels that are wrong in a known way: their tokens differ, and on CUDA they fail the chi-square by far."""
+"""Triton kernels with a known error draw other tokens, and on CUDA fail the chi-square test by a wide margin."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ from triton import JITFunction
 
 from draftwire_kernels.gpu import block, draw, gumbel, launch, resolve, verify
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's about -inf and NaN, in the interpreter
 
 CUDA = torch.cuda.is_available()
 
@@ -44,7 +44,7 @@ def _noise_of_tokens_for_groups(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Break], None]]:
-    """Replaces parts of the kernels, which are compiled again then and afterwards."""
+    """Replace parts of the kernels; recompile after the change and after the test."""
 
     def compile_again() -> None:
         for module in (verify, block, resolve, draw, gumbel):

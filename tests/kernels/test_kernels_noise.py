@@ -1,4 +1,4 @@
-"""The noise: the bits it is defined to have, and their statistics."""
+"""The noise: its bits against their definition, and its statistics."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_extreme_words_give_finite_noise_and_keep_the_tail() -> None:
     assert u.max() < 1
     g = -torch.log(-torch.log1p(-u))
     assert g.isfinite().all()
-    assert g[0] > g[1] > g[2] > 21.2  # the likeliest winners are told apart
+    assert g[0] > g[1] > g[2] > 21.2  # the largest values stay distinct
     assert u[:3].tolist() == [2.0**-33, 1.5 * 2.0**-32, 2.5 * 2.0**-32]
     u64 = noise.uniform64(words, words)
     assert u64.min() > 0
@@ -77,7 +77,7 @@ def test_gumbel_noise_has_the_gumbel_distribution() -> None:
 
 
 def _axis(name: str, count: int) -> Tensor:
-    """int32 words [rows, count]: `count` neighbours along one coordinate of the key, for many others."""
+    """Return int32 words [512, count]: `count` neighbours along one coordinate, for 512 keys."""
     n = torch.arange(count)
     one = torch.tensor([0])
     rows = []
@@ -100,7 +100,7 @@ def test_neighbours_are_uniform_and_independent(axis: str) -> None:
     for shift in (0, 8, 16, 24):  # every byte is uniform
         counts = np.bincount(((words >> np.uint64(shift)) & np.uint64(255)).flatten().astype(int), minlength=256)
         assert stats.chisquare(counts).pvalue > 1e-5
-    for lag in (1, 2, 3, 64):  # pairs fill the square evenly, in their high bits and in their low bits
+    for lag in (1, 2, 3, 64):  # pairs fill the square evenly, in their low and high bits
         for shift in (0, 28):
             nibbles = ((words >> np.uint64(shift)) & np.uint64(15)).astype(int)
             pairs = nibbles[:, lag:] * 16 + nibbles[:, :-lag]
@@ -112,7 +112,7 @@ def test_neighbours_are_uniform_and_independent(axis: str) -> None:
 
 
 def test_position_and_offset_do_not_meet_on_the_diagonal() -> None:
-    """(position + i, offset i) of successive steps cross: no state recurs among them."""
+    """No two pairs of position and offset share a state, although steps' diagonals (position + i, i) cross."""
     position, offset = torch.meshgrid(torch.arange(2048), torch.arange(16), indexing="ij")
     state = noise.row_state(torch.tensor([42]), position.flatten(), offset.flatten())
     assert state.unique().numel() == state.numel()
@@ -136,7 +136,7 @@ def test_each_input_bit_flips_each_output_bit_half_of_the_time(coordinate: str) 
 
 
 def test_rows_with_nearby_states_do_not_share_noise() -> None:
-    """Low words that differ in few bits permute the tokens among themselves; the high word must undo that."""
+    """Low words that differ in few bits only permute tokens, so the high word must make the noise differ."""
     n = 4096
     high = _keys(2, 9) & ~0xFFFFFFFF
     tokens = torch.arange(n, dtype=INT32)

@@ -1,4 +1,4 @@
-"""rejection_sample against the float64 oracle, closed-form acceptance, batch independence and the corners."""
+"""rejection_sample against the float64 oracle, closed-form acceptance, batch independence and corner cases."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ class Batch:
         )
 
     def draft_logits(self, form: str) -> DraftLogits | None:
-        """q in the given form, after drawing the drafts from it."""
+        """Return q in the given form; draw the drafts again if the form changes q."""
         vocab = self.target.shape[1]
         if form == "one-hot":
             return None
@@ -164,7 +164,7 @@ def _check_subset(
 
 
 def _first_acceptance(p: Tensor, q: Tensor, n: int, with_q: bool, method: str = "standard", **options: Tensor) -> float:
-    """Share of n requests that accept their only draft, drawn from softmax(q)."""
+    """Return the share of n requests that accept their only draft, drawn from softmax(q)."""
     keys = derive_stream_keys(range(n))
     one, position = torch.ones(n), torch.full((n,), 9)
     q = q.expand(n, -1)
@@ -204,7 +204,7 @@ class TestAcceptanceRate:
         self._assert_rate(_first_acceptance(self.P, greedy, self.N, False, method), float(p))
 
     def test_coupled_is_that_of_shared_gumbel_noise(self) -> None:
-        """Known in closed form: sum over x of 1 / sum over y of max(p(y)/p(x), q(y)/q(x))."""
+        """The rate is the sum over x of 1 / sum over y of max(p(y)/p(x), q(y)/q(x))."""
         p, q = self.P.double().softmax(0), self.Q.double().softmax(0)
         expected = (1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum()
         self._assert_rate(_first_acceptance(self.P, self.Q, self.N, False, "coupled"), float(expected))
@@ -233,7 +233,7 @@ class TestAcceptanceRate:
 
 
 class TestCorners:
-    """One request of two drafts over four tokens, at a temperature of one unless said otherwise."""
+    """One request with two drafts over four tokens, at temperature 1 by default."""
 
     KEYS = derive_stream_keys(range(400))
     BASE = torch.tensor([[0.0, 1.0, 0.5, -1.0], [0.3, 0.0, 0.0, 1.0], [0.0, 0.0, 2.0, 0.0]])
@@ -247,7 +247,7 @@ class TestCorners:
         temperature: float = 1.0,
         **options: object,
     ) -> list[list[int]]:
-        """The same request under 400 keys."""
+        """Return the outputs of 400 copies of a request, each with its own key."""
         n, k = 400, len(drafts)
         result = rejection_sample(
             target.repeat(n, 1),
@@ -272,7 +272,7 @@ class TestCorners:
     @pytest.mark.parametrize("ids", [None, torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0]])])
     @pytest.mark.parametrize("method", ["standard", "block"])
     def test_a_masked_draft_of_little_mass_is_not_emitted(self, method: str, ids: Tensor | None) -> None:
-        """max(p - q, 0) has no mass there, because 1 - q(draft) rounds to 1."""
+        """max(p - q, 0) has no mass, because 1 - q(draft) rounds to 1."""
         target, q = self.BASE.clone(), self.BASE[:2].clone()
         target[1] = torch.tensor([0.0, -INF, -INF, -INF])
         q[1] = torch.tensor([0.0, -20.0, -INF, -INF])

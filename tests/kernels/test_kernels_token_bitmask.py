@@ -1,4 +1,4 @@
-"""`mask_logits` against single bits."""
+"""`mask_logits` against a loop over the bits."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from triton.runtime import interpreter
 from draftwire_kernels.gpu import counters, draw, launch, verify
 from draftwire_kernels.gpu.tuning import LARGE_VOCABULARY, Shape, Tuning
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about -inf and NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's about -inf and NaN, in the interpreter
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-NUM_SEEDS = 12 if CUDA else 4  # the interpreter takes 2 s a seed
+NUM_SEEDS = 12 if CUDA else 4  # the interpreter takes 2 s per seed
 INF, NAN = float("inf"), float("nan")
 KEYS = derive_stream_keys(range(64))
 
@@ -39,7 +39,7 @@ def _moved(value: Tensor | None) -> Tensor | None:
 def _both(
     batch: Batch, logits: DraftLogits | None, method: str, use_fp64: bool, tuning: Tuning | None = None
 ) -> RejectionResult:
-    """Return the result, in which every request gets the reference's tokens."""
+    """Return the Triton result after checking that it equals the reference's."""
     target, drafts, cu_rows, temperature, keys, position = batch.args()
     arguments = (
         target.to(DEVICE),
@@ -128,7 +128,7 @@ def test_a_third_of_the_programs_at_most_has_no_tile(columns: int, rows: int) ->
 @pytest.mark.parametrize("wave", [1, 2, 3])
 @pytest.mark.parametrize(("method", "form"), [("standard", "one-hot"), ("standard", "dense"), ("block", "dense")])
 def test_programs_that_run_at_once_do_not_part(method: str, form: str, wave: int) -> None:
-    """Many programs look for a decision while others write it."""
+    """Many programs read decisions while others write them."""
     batch = Batch(12, requests=96, vocab=40_000, spread=0.4, max_k=5)
     for _ in range(10):
         _both(batch, batch.draft_logits(form), method, False, Tuning(programs=2112, wave=wave))
@@ -181,13 +181,13 @@ def test_the_order_of_the_programs_does_not_matter(
             place = last - x
         elif order == "shuffled":
             place = int(torch.randperm(last + 1, generator=torch.Generator().manual_seed(7))[x])
-        else:  # rows have two splits each: all rows are begun, the last one first, before any is done
+        else:  # rows have two splits each: all rows begin, the last one first, before any ends
             place = 2 * (last // 2 - x) if x <= last // 2 else 2 * (x - last // 2) - 1
         in_order(place, y, z)
 
     monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
     batch = Batch(4, requests=4, vocab=600, spread=0.5, max_k=4)
-    batch.temperature = torch.tensor([1.0, 0.0, 0.6, 0.0])  # those of both kinds are under way at once
+    batch.temperature = torch.tensor([1.0, 0.0, 0.6, 0.0])  # greedy and sampled requests run at the same time
     if method == "coupled":
         batch.drafts = batch.sample_drafts(batch.draft, batch.keys.resample)
     _both(batch, batch.draft_logits(form), method, False, Tuning(programs=60, tile=1, wave=1))
@@ -196,7 +196,7 @@ def test_the_order_of_the_programs_does_not_matter(
 @pytest.mark.skipif(CUDA, reason="the interpreter alone runs programs one after another")
 @pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
 def test_a_decision_between_the_rows_of_target_and_draft(use_fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look of a program misses it, the second sees it: the target's row is read and its draft's is not."""
+    """A program's first check misses the decision and the second sees it: only the target's row is read."""
     builder = interpreter.interpreter_builder
     set_grid_idx, look = builder.set_grid_idx, verify.is_decided_before
     looks, seen_late = 0, 0
@@ -212,7 +212,7 @@ def test_a_decision_between_the_rows_of_target_and_draft(use_fp64: bool, monkeyp
         is_decided = look(waves, request, wave)
         if looks == 1:
             return wave < 0
-        seen_late += looks == 3 and bool(is_decided.handle.data.item())  # by a program that closes its wave
+        seen_late += looks == 3 and bool(is_decided.handle.data.item())  # in a program that closes its wave
         return is_decided
 
     monkeypatch.setattr(builder, "set_grid_idx", begin)
@@ -222,12 +222,12 @@ def test_a_decision_between_the_rows_of_target_and_draft(use_fp64: bool, monkeyp
     assert seen_late > 0
 
 
-# Of 52 combinations those that have every two values together.
+# Pairwise coverage of 52 combinations.
 @pytest.mark.parametrize(("combination", "wave", "max_k"), covering(COMBINATIONS, [1, 3], [1, 3]))
 def test_a_launch_leaves_its_counters_at_zero(
     combination: tuple[str, str], wave: int, max_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next launch on the stream finds them."""
+    """The next launch on the stream uses the same counters."""
     method, form = combination
     used = []
 
@@ -274,7 +274,7 @@ def test_gumbel_sample(vocab: int, use_fp64: bool, dtype: torch.dtype) -> None:
         assert tokens[5:].tolist() == [1, -1, -1, 0]
 
 
-# Of 24 combinations those that have every two values together.
+# Pairwise coverage of 24 combinations.
 @pytest.mark.parametrize(
     ("combination", "use_fp64", "is_filtered"),
     covering(
@@ -286,7 +286,7 @@ def test_gumbel_sample(vocab: int, use_fp64: bool, dtype: torch.dtype) -> None:
 def test_the_least_uniform_has_no_infinite_noise(
     combination: tuple[str, str], use_fp64: bool, is_filtered: bool
 ) -> None:
-    """The word 0 comes once in 2**32: in a row of 128256 tokens once in 33,000 rows."""
+    """Word 0 has probability 2**-32: with 128256 tokens it occurs once in 33,000 rows."""
     method, form = combination
     batch = Batch(6, requests=4, vocab=300, spread=0.5, max_k=1)
     logits = batch.draft_logits(form)
@@ -360,7 +360,7 @@ def test_equal_distributions_accept_every_draft() -> None:
 @pytest.mark.parametrize("form", ["dense", "top-n"])
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_p_replaces_a_residual_without_mass(method: str, form: str, wave: int) -> None:
-    """The target masks the second draft, whose share of q is lost in rounding."""
+    """The target masks the second draft, whose probability under q is lost in rounding."""
     batch = Batch(7, requests=4, vocab=4, spread=0.0, max_k=2)
     batch.temperature[:] = 1.0
     masked = batch.offset == 1

@@ -1,4 +1,4 @@
-"""Structured output of every kind becomes a grammar, whose masks are those of its language."""
+"""Grammars of every kind of structured output, with masks that match their language."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ CHOICES = ["abc", "ab", "b", "cc0", "cca", '"a":1']
 
 
 def language(regex: str) -> set[str]:
-    """Every text of at most LONGEST characters that a regular expression matches."""
+    """Return every text of at most LONGEST characters that a regular expression matches."""
     texts = ("".join(letters) for n in range(LONGEST + 1) for letters in itertools.product(ALPHABET, repeat=n))
     return {text for text in texts if re.fullmatch(regex, text)}
 
 
 def expected(texts: set[str], prefix: str) -> set[int]:
-    """The tokens after which a text of the language can still come, and the end where one is complete."""
+    """Return the tokens that extend `prefix` towards a text of the language, and END if `prefix` is such a text."""
     found = {i for i, piece in enumerate(PIECES[:-1]) if any(text.startswith(prefix + piece) for text in texts)}
     return found | ({END} if prefix in texts else set())
 
 
 def walk(texts: set[str], draw: random.Random) -> list[int]:
-    """The tokens of a random text, with the end."""
+    """Return the tokens of a random text, and END."""
     tokens: list[int] = []
     while not tokens or tokens[-1] != END:
         tokens.append(draw.choice(sorted(expected(texts, "".join(PIECES[t] for t in tokens)))))
@@ -83,7 +83,7 @@ def test_an_output_that_is_rolled_back_has_the_masks_of_before():
 def test_drafts_are_verified_up_to_the_first_outside():
     matcher = matcher_of({"choice": ["abc", "ab"]})
     assert [matcher.num_verified(d, has_logits=False) for d in ([0, 1, 2], [0, 2, 2], [2], [3, END, 0])] == [3, 1, 0, 2]
-    # With its logits the first draft outside is verified, and is refused: to leave it out would bias the output.
+    # With draft logits, the first draft outside is verified and rejected; cutting it would bias the output.
     assert [matcher.num_verified(d, has_logits=True) for d in ([0, 1, 2], [0, 2, 2], [2], [3, END, 0])] == [3, 2, 1, 2]
     synthetic = matcher_of({"choice": ["abc", "ab"]}, keeps_rejected=False)
     assert synthetic.num_verified([0, 2, 2], has_logits=True) == 1

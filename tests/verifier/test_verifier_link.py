@@ -59,7 +59,7 @@ async def test_a_verifier_with_nothing_to_send_sends_keep_alives(monkeypatch):
         stream.send(pb.DraftStep(step_id=1))
         event = await own.next()
         assert isinstance(event, Answered)
-        assert event.drafts.step_id == 1  # no answer of a KeepAlive came before
+        assert event.drafts.step_id == 1  # KeepAlives get no answer
         assert own.link.status.state == READY
 
 
@@ -127,7 +127,7 @@ async def test_a_message_is_encoded_once(encodings: Counter[str]):
         stream = await own.connected()
         stream.send(pb.DraftStep(step_id=1))
         assert isinstance(await own.next(), Answered)
-        assert encodings == {"DraftRequest": 2, "DraftResponse": 2}  # hellos, and what follows
+        assert encodings == {"DraftRequest": 2, "DraftResponse": 2}  # a hello and one message each
 
 
 @on_loop
@@ -190,7 +190,7 @@ async def test_the_memory_is_noted_and_noted_anew_while_answers_come(monkeypatch
             assert time.monotonic() < end
             stream.send(pb.DraftStep(step_id=(step_id := step_id + 1)))
             await asyncio.sleep(0.005)
-        # What no one has defined is not passed on to clients.
+        # Unknown fields are not passed on to clients.
         assert own.link.status.memory == pb.MemoryUse(peak_host_bytes=9)
 
 
@@ -236,7 +236,7 @@ async def test_a_drafter_that_says_no_hello_is_tried_again(monkeypatch):
 
 @on_loop
 async def test_a_drafter_may_capture_its_graphs_before_its_hello(monkeypatch):
-    """Longer than a connection may take; whoever gave it up would have it begin anew."""
+    """The capture takes longer than CONNECT_TIMEOUT_S; a new stream would start it again."""
     monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", 1.0)
 
     class Capturing(Drafter):
@@ -251,7 +251,7 @@ async def test_a_drafter_may_capture_its_graphs_before_its_hello(monkeypatch):
         assert len(drafter.hellos) == 1
 
 
-# Steps that go straight to the drafter's engine.
+# Steps sent directly to the drafter's engine.
 
 
 @on_loop
@@ -260,7 +260,7 @@ async def test_steps_go_directly_unless_too_long_or_overtaking():
     stream = direct_stream(ours)
 
     def sent(step_id: int, num_bytes: int = 0) -> str:
-        """Which way a step goes."""
+        """Send a step; return whether it goes through the ring or the stream."""
         features = None
         if num_bytes:
             features = stream.sender.begin(torch.float32, (num_bytes // 4,))

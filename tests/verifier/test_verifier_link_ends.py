@@ -1,4 +1,4 @@
-"""How a stream to a drafter ends, and when the next one is opened."""
+"""How a stream to a drafter ends, and when the next stream is opened."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_stream_whose_peer_never_reads_ends_when_it_is_failed():
         for step_id in range(1, 5):
             stream.send(pb.DraftStep(step_id=step_id, features=features))
         await asyncio.sleep(0.2)
-        assert not stream.outbox.empty()  # a message is stuck on its way
+        assert not stream.outbox.empty()  # a message is blocked
         began = time.monotonic()
         stream.fail("too much is unanswered")
         assert isinstance(await own.next(AT_ONCE_S), Disconnected)
@@ -82,7 +82,7 @@ async def test_an_expelled_drafter_is_left_alone():
 
 
 class Leaving(Drafter):
-    """Ends its first stream with its first answer, with the status `ends_with` or well."""
+    """A drafter that ends its first stream after its first answer, with status `ends_with` or, if None, OK."""
 
     def __init__(self, ends_with: grpc.StatusCode | None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Leaving(Drafter):
 @pytest.mark.parametrize("ends_with", [None, grpc.StatusCode.INTERNAL])
 @on_loop
 async def test_a_drafter_that_leaves_with_its_wrong_answer_is_expelled(ends_with):
-    """The engine comes to the answer when the stream has ended."""
+    """The engine checks the answer after the stream has ended."""
     drafter = Leaving(ends_with)
     async with linked(drafter) as own:
         own.releases = False
@@ -118,7 +118,7 @@ async def test_a_drafter_that_leaves_with_its_wrong_answer_is_expelled(ends_with
 
 @on_loop
 async def test_an_expulsion_outlives_the_name_servers_answers(monkeypatch):
-    """A link that is no longer needed goes with its name, and a new one takes the drafter for a new one."""
+    """A link that is not needed is dropped with its name; a new link would not know of the expulsion."""
     async with linked(Drafter()) as own:
         stream = await own.connected()
         assert own.link.is_needed
@@ -129,7 +129,7 @@ async def test_an_expulsion_outlives_the_name_servers_answers(monkeypatch):
         (await own.connected()).fail("wrong answer", expel=True)
         await own.wait_for_state(generate_pb2.DRAFTER_STATE_EXPELLED)
         assert own.link.is_needed
-        monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.0, 0.0))  # its time is over
+        monkeypatch.setattr(drafter_link, "EXPELLED_RETRY_S", (0.0, 0.0))  # the expulsion is over
         assert not own.link.is_needed
 
 
@@ -218,7 +218,7 @@ async def test_a_cancelled_link_ends_at_once_and_posts_its_end():
 @on_loop
 async def test_a_link_cancelled_after_its_stream_failed_ends_at_once(expel, pause_s, monkeypatch):
     monkeypatch.setattr(drafter_link, "BACKOFF_S", (60.0, 60.0))
-    monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", WAIT_S)  # there is one try within the test's time
+    monkeypatch.setattr(drafter_link, "CONNECT_TIMEOUT_S", WAIT_S)  # the test sees one attempt only
     async with linked(Drafter()) as own:
         (await own.connected()).fail("lost", expel=expel)
         await asyncio.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""Features that the verifier fuses before they are sent."""
+"""Features that the verifier fuses before sending."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE_S = 15.0  # below a link's wait for a hello
 
 
 def fusing_drafter(seed: int = 0, **changes: Any) -> Drafter:
-    """A drafter whose head fuses two layers' features of width 2 into states of width 3."""
+    """Return a drafter whose head fuses two layers' features of width 2 into states of width 3."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(3, 2 * HIDDEN, generator=draw).bfloat16()
     fusion = FeatureFusion(weight, [torch.rand(HIDDEN, generator=draw).bfloat16() for _ in range(2)], 1e-5)

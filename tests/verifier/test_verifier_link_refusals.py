@@ -164,7 +164,7 @@ async def test_a_first_message_that_is_no_hello_is_refused():
 
 
 class Garbled(Drafter):
-    """Answers each step with `answers`, which need not be messages."""
+    """A drafter that answers each step with `answers`, which may be invalid messages."""
 
     def __init__(self, *answers: bytes) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ async def serve_compressed(drafter: Drafter) -> tuple[grpc.aio.Server, int]:
 @pytest.mark.parametrize("where", ["info", "hello", "answer", "later info"])
 @on_loop
 async def test_a_too_large_message_of_a_drafter_expels_it(where, serving, monkeypatch):
-    """It was tried again every second or two, and each time the message began to be read."""
+    """Otherwise the verifier would reconnect every second or two and begin to read the message again."""
     monkeypatch.setattr(drafter_link, "INFO_EVERY_S", 0.02)
     drafter = Drafter()
     if where == "info":

@@ -1,4 +1,4 @@
-"""Lists of tokens in requests: their effect on draws, beside drafts too, and their cost."""
+"""Token lists in requests: their effect on sampled tokens, with and without drafts, and their cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verifier_service.sampling.sampler import TokenSampler
 
 VOCAB, K, MANY = 2048, 2, 60
 CPU = torch.device("cpu")
-# As long as the contract allows.
+# Lists of the maximum length.
 LISTS = {
     "logit_bias": {token: (token % 7 - 3) / 4 for token in range(0, VOCAB, 2)},
     "stop_token_ids": list(range(1, 257, 2)),
@@ -27,7 +27,7 @@ ENDS: dict[str, Any] = {"min_tokens": 50, "stop_token_ids": [9]}
 
 
 def falling(*tokens: int) -> torch.Tensor:
-    """[V] logits: `tokens` from the most likely down, then the rest."""
+    """Return logits [V]: `tokens` from the most likely down, then the rest."""
     logits = torch.zeros(VOCAB)
     for place, token in enumerate(tokens):
         logits[token] = len(tokens) - place
@@ -51,14 +51,14 @@ def works_of(requests: Sequence[Request], drafts: Sequence[int] = (3,) * K) -> l
 def drawn(
     made: TokenSampler, requests: Sequence[Request], logits: torch.Tensor, drafts: Sequence[int] = (3,) * K
 ) -> list[list[int]]:
-    """Tokens drawn for each request, all of whose rows have these logits [V]."""
+    """Return the tokens drawn for each request; every row has these logits [V]."""
     works = works_of(requests, drafts)
     rows = sum(work.num_logit_rows for work in works)
     return [one.tokens for one in made.finish(made.launch(works, logits.expand(rows, -1).clone()))]
 
 
 def code_run(call: Callable[[], object]) -> int:
-    """Instructions of Python that a call runs."""
+    """Return the number of Python instructions that a call runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -67,7 +67,7 @@ def code_run(call: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
-    # From Python 3.12 on, opcodes are traced only if some frame wants it when tracing begins.
+    # Since Python 3.12, opcodes are traced only if a frame requests it before tracing begins.
     sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
@@ -94,7 +94,7 @@ def test_a_step_costs_the_same_however_long_a_list(short: dict[str, Any], long: 
         made, works, logits = sampler(), works_of(requests), torch.zeros(8 * (K + 1), VOCAB)
         made.finish(made.launch(works, logits))  # reads the parameters
         instructions.append(code_run(lambda made=made, works=works, logits=logits: made.launch(works, logits)))
-    assert instructions[0] > 1000  # they were counted
+    assert instructions[0] > 1000  # instructions were counted
     assert instructions[1] <= 1.1 * instructions[0]
 
 
@@ -110,7 +110,7 @@ def test_a_bias_list_moves_the_draw_of_its_own_request() -> None:
     assert drawn(made, requests, logits) == [[7], [3] * (K + 1), [8], [0]]
     made.forget(requests[2])
     others = [make_request([5], keys=40, logit_bias={9: 3.0}), requests[0], make_request([5], keys=50)]
-    assert drawn(made, others, logits) == [[9], [7], [3] * (K + 1)]  # nothing is left of the request before
+    assert drawn(made, others, logits) == [[9], [7], [3] * (K + 1)]  # nothing remains of the earlier request
     assert drawn(made, requests, logits) == [[7], [3] * (K + 1), [8], [0]]
 
 
@@ -144,7 +144,7 @@ def test_only_allowed_tokens_are_drawn() -> None:
 
 
 def test_bad_words_follow_the_drafts_of_a_row() -> None:
-    """Row 0 has no output, so 3 may be drawn; after the draft 3 it would be the word 3 3."""
+    """Row 0 has no output, so 3 may be drawn; after the draft 3 it would complete the bad word 3 3."""
     made = sampler()
     request = make_request([3], keys=0, bad_word_ids=[[3, 3], [8]])
     assert drawn(made, [request], falling(8, 3, 4)) == [[3, 4]]  # the prompt's 3 does not count
@@ -166,7 +166,7 @@ def test_a_preempted_request_keeps_its_output_in_mind() -> None:
 
 
 def test_bad_words_see_a_draw_that_the_host_does_not_know() -> None:
-    """A step follows another whose tokens have not reached the host."""
+    """The second step is launched before the first step's tokens reach the host."""
     made = sampler()
     request = make_request([5], keys=0, bad_word_ids=[[3, 3]])
     first = made.launch(works_of([request], []), falling(3, 4)[None])
@@ -176,7 +176,7 @@ def test_bad_words_see_a_draw_that_the_host_does_not_know() -> None:
 
 
 def plain_greedy(row: torch.Tensor, count: int, allowed: Sequence[int], words: Sequence[Sequence[int]]) -> list[int]:
-    """Greedy output of a target whose every row has the same logits, by the definition of the masks."""
+    """Return the greedy output of a target with equal logits in every row, by the definition of the masks."""
     output: list[int] = []
     for _ in range(count):
         for token in row.argsort(descending=True).tolist():

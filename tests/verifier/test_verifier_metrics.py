@@ -1,4 +1,4 @@
-"""The verifier's metrics, their names, and the hint when to come again."""
+"""The verifier's metrics, their names, and the retry hint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verifier_service.host.host import EngineHost
 from verifier_service.options import VerifierOptions
 from verifier_service.settings import check_options
 
-# vLLM's V1 engine, docs/usage/metrics.md: the samples by their labels besides `model_name`.
+# Samples of vLLM's V1 engine (docs/usage/metrics.md) with their labels besides `model_name`.
 VLLM = {
     "vllm:num_requests_running": set(),
     "vllm:num_requests_waiting": set(),
@@ -40,7 +40,7 @@ VLLM = {
 
 
 def scraped(host: EngineHost) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Labels and values by the samples' names, through Prometheus' text."""
+    """Return labels and values by sample name, parsed from Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(host.collector)
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -84,7 +84,7 @@ def test_a_served_name_is_not_empty():
 
 
 def samples(metrics: RequestMetrics) -> dict[str, float]:
-    """Value of each sample, its labels' values behind the name."""
+    """Return the value of each sample by its name, followed by its label values."""
     return {
         " ".join([sample.name, *sample.labels.values()]): sample.value
         for metric in metrics.collect()

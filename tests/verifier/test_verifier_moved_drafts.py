@@ -1,4 +1,4 @@
-"""Drafts of one drafter, and the place of their request at another one."""
+"""Drafts of requests that have moved to another drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From emitted tokens to text: characters split over tokens, stop texts, and the reasons to end."""
+"""Conversion of tokens to text: characters split over tokens, stop texts, and finish reasons."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def byte_codecs(tmp_path_factory):
 
 
 def bytes_to_unicode_values() -> list[int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if it can be seen."""
+    """Return the code point of each byte in a byte-level vocabulary: the byte itself if it is printable."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))
     return [byte if byte in seen else next(others) for byte in range(256)]
 
 
 def growing(codec: TextCodec, ids: list[int]) -> str:
-    """Text of tokens that come one by one, when all without text are decoded anew with each."""
+    """Return the text of tokens that arrive one by one, with all pending tokens decoded again for each."""
     context: list[int] = []
     pending: list[int] = []
     out = text = ""
@@ -88,7 +88,7 @@ def ids_of(text: str) -> list[int]:
 
 
 class Pushed(NamedTuple):
-    """What a client gets of one step."""
+    """The output of one step as the client gets it."""
 
     token_ids: list[int]
     text: str
@@ -96,11 +96,11 @@ class Pushed(NamedTuple):
     finish_reason: pb.FinishReason
     stop_token_id: int | None
     stop_text: str | None
-    output_tokens: int | None  # where there are statistics
+    output_tokens: int | None  # None without statistics
 
 
 class Output:
-    """A request's tokens on their way through the engine's rules and the service's."""
+    """The engine's stop conditions and the service's text conversion for one request."""
 
     def __init__(self, codec: TextCodec | None, **options: Any) -> None:
         params = resolve_sampling_params(build_sampling_params(**{"max_tokens": 100, **options}))
@@ -135,7 +135,7 @@ class Output:
 
 
 def plainly(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    """What `StopFinder` is to give out for each piece, and the stop text: every overlap is tried."""
+    """Return the text that `StopFinder` must return for each piece, and the stop text, by trying every overlap."""
     given, held = [], ""
     for piece in pieces:
         held += piece
@@ -209,7 +209,7 @@ class TestDetokenizer:
     @pytest.mark.parametrize("fallback", [False, True], ids=["byte-level", "byte-fallback"])
     @pytest.mark.parametrize("seed", range(60))
     def test_text_of_any_bytes_is_that_of_all_pending_tokens(self, byte_codecs, fallback, seed):
-        """Runs of bytes that are no UTF-8, with whole characters and special tokens among them."""
+        """Runs of invalid UTF-8, mixed with whole characters and special tokens."""
         rng = Random(seed)
         codec = byte_codecs[fallback]
         ids: list[int] = []
@@ -227,13 +227,13 @@ class TestDetokenizer:
         detokenizer = Detokenizer(codec, [])
         text = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
         assert text == growing(codec, ids)
-        if not fallback:  # whose decoder takes back characters, once their run of bytes goes on with others
+        if not fallback:  # that decoder changes earlier characters if their run of bytes continues
             assert text == codec.decode(ids)
 
     @pytest.mark.parametrize("fallback", [False, True], ids=["byte-level", "byte-fallback"])
     @pytest.mark.parametrize("ids", [[256], [0x80], [0xE2, 0x82], [999]], ids=["special", "lone", "cut", "unknown"])
     def test_a_token_costs_the_same_however_many_bring_no_text(self, byte_codecs, fallback, ids):
-        """All tokens without text were decoded anew for each further one."""
+        """Tokens without text are not all decoded again for each new token."""
         codec = CountingCodec(byte_codecs[fallback])
         detokenizer = Detokenizer(codec, [ord("a")])
         text = "".join(detokenizer.push(token) for token in ids * 2000) + detokenizer.flush()

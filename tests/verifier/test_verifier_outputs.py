@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_ends_all_outputs() -> None:
 
 @play
 async def test_the_queue_counts_all_outputs() -> None:
-    """The server takes 16 + 64 at once; 2 * 16 + 64 may be open."""
+    """A request may have 16 + 64 outputs; 2 * 16 + 64 outputs may be open."""
     async with served(None) as stub:
         many = [messages_of(stub, request(40, prompt=[3], max_tokens=40)) for _ in range(3)]
         results = await asyncio.gather(*many, return_exceptions=True)
@@ -124,7 +124,7 @@ LONG_PROMPT = [7 * i % 19 + i // 19 % 2 for i in range(45)]
 
 
 def plain_logprobs(prompt: Sequence[int]) -> torch.Tensor:
-    """[len(prompt) - 1, VOCAB] of a forward pass of transformers alone."""
+    """Return log probabilities [len(prompt) - 1, VOCAB] of a forward pass of transformers."""
     return tiny_model(NUM_LAYERS, HIDDEN, "eager")(torch.tensor([list(prompt)])).logits[0, :-1].log_softmax(-1)
 
 
@@ -164,7 +164,7 @@ def test_rows_in_the_cache_are_computed_again() -> None:
 
 
 def test_requests_beside_each_other_get_their_own() -> None:
-    """With drafts, log probabilities of output, and rows of several prompts in a step."""
+    """Requests have drafts and log probabilities of output; steps have rows of several prompts."""
     prompts = [LONG_PROMPT[start : start + 20] for start in range(6)]
     with Served(make_target(), max_prefill_rows=30) as own:
         own.connect()
@@ -178,7 +178,7 @@ def test_requests_beside_each_other_get_their_own() -> None:
 
 
 def test_a_preempted_prompt_is_told_once() -> None:
-    """The cache is too small for both, and the second gives its blocks back."""
+    """The cache is too small for both requests, so one is preempted."""
     with Served(make_target(), num_blocks=6, max_prefill_rows=5) as own:
         first = own.submit([3, 1, 4], max_tokens=50)
         second = own.submit(LONG_PROMPT[:30], prompt_logprobs=2, max_tokens=20)

@@ -1,4 +1,4 @@
-"""The pacing policy: all drafts or none, by measured throughput; and the rows of a backlog in each message."""
+"""The pacing policy (all drafts or none, by measured throughput), and the rows of a backlog in each message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP_S = 5e-3
 
 
 class Rounds:
-    """One drafter's rounds: with k drafts each takes `round_s[k]` seconds, without any `round_s[0]`."""
+    """Rounds with one drafter; a round with k drafts takes `round_s[k]` seconds."""
 
     def __init__(self, *round_s: float, requests: int = 8, profile: Profile | None = None, **options: Any) -> None:
         self.round_s = list(round_s)
@@ -29,7 +29,7 @@ class Rounds:
         self.policy = DraftingPolicy(K, calibration, profile or Profile(), **{"is_adaptive": True, **options})
 
     def run(self, seconds: float) -> float:
-        """Return the tokens per second of a request, over that without drafts."""
+        """Return the throughput of a request relative to its throughput without drafts."""
         began, before = self.now, self.tokens
         while self.now < began + seconds:
             number = self.policy.num_drafts
@@ -53,7 +53,7 @@ def test_a_near_drafter_is_asked_for_all_from_the_start(requests):
     rounds = Rounds(*NEAR, requests=requests, profile=Profile({(64, 64): STEP_S, (64, 320): STEP_S}))
     assert rounds.run(0.1) == pytest.approx(TOKENS[K] * STEP_S / NEAR[K], rel=0.04)
     assert rounds.run(5.0) > 0.99 * TOKENS[K] * STEP_S / NEAR[K]
-    assert set(rounds.asked) == {K}  # the profile shows what a step without drafts takes
+    assert set(rounds.asked) == {K}  # the profile has the time of a step without drafts
 
 
 def test_the_time_without_drafts_is_measured_once():
@@ -64,7 +64,7 @@ def test_the_time_without_drafts_is_measured_once():
 
 @pytest.mark.parametrize("stalls", [1, 2, 3])
 def test_slow_first_steps_do_not_disable_drafts(stalls):
-    """The first steps of a process load kernels, which takes a hundred times as long as a step."""
+    """The first steps of a process load kernels, which takes a hundred times a step's time."""
     rounds = Rounds(*NEAR, profile=Profile({(64, 64): STEP_S}))
     rounds.round_s[K] = 100 * STEP_S
     rounds.run(stalls * 100 * STEP_S)
@@ -103,7 +103,7 @@ def test_without_adaptive_k_all_are_asked_for():
     rounds = Rounds(*FAR, is_adaptive=False)
     rounds.run(5.0)
     assert set(rounds.asked) == {K}
-    assert rounds.policy.speeds()[K] > 0.0  # measured all the same
+    assert rounds.policy.speeds()[K] > 0.0  # still measured
 
 
 ROW = 1024
@@ -115,7 +115,7 @@ def test_no_rows_go_before_the_last_ones_are_answered():
     backlog.count_sent(1.0, 7)
     backlog.note_answer(6)
     assert (backlog.rows(ROW), backlog.may_send(2.0)) == (0, False)
-    backlog.note_answer(8)  # which answers those before it too
+    backlog.note_answer(8)  # answers the earlier messages too
     backlog.learn(FIRST_BYTES, 0.01, in_time_s=0.02)
     assert backlog.rows(ROW) > FIRST_BYTES // ROW
     assert not backlog.may_send(1.0 + CATCH_UP_EVERY_S / 2)

@@ -1,4 +1,4 @@
-"""Steps and drafts together, on a fake clock: the pacing of near and far drafters, and of slow hosts."""
+"""Pacing of near and far drafters and of slow hosts, with simulated steps and drafts on a fake clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_held_step_ends_its_wait_at_the_draft_deadline(clock):
     world = World(clock, 8, Costs(trip_s=1e-3), deadline_s=2.5e-3)
     world.run(0.3)
     one, *others = world.scene.requests
-    world.drafter.costs.trip_s = 1.0  # nothing comes any more
+    world.drafter.costs.trip_s = 1.0  # no more answers arrive
     for request in world.scene.requests:
         world.scene.verify(request, 9)
     world.scene.flush()
@@ -45,7 +45,7 @@ def test_a_held_step_ends_its_wait_at_the_draft_deadline(clock):
 
 @pytest.mark.parametrize(("sequences", "deadline_s"), [(16, None), (64, None), (32, 0.5)])
 def test_new_sequences_do_not_split_the_others(clock, monkeypatch, sequences, deadline_s):
-    """Their drafts come behind those of the others, for their prompts are read first: they miss a step, no more."""
+    """Drafts of new sequences arrive last, because their prompts are read first; they miss at most one step."""
     monkeypatch.setattr(drafting_scene, "NUM_BLOCKS", 3000)
     costs = Costs(draft_s=0.4e-3, backlog_s=3e-3, noise=0.1)
     world = World(clock, sequences, costs, config=CONFIG, deadline_s=deadline_s)
@@ -91,7 +91,7 @@ def test_the_status_of_a_drafter_says_what_was_measured(clock):
     world = adaptive(clock, 8, Costs())
     status = generate_pb2.DrafterStatus(address="drafter:1")
     world.drafting.describe(status)
-    assert not status.HasField("plan")  # nothing is known yet
+    assert not status.HasField("plan")  # nothing is measured yet
     world.run(2.0)
     world.drafting.describe(status)
     assert len(status.plan.tokens_per_s) == 5
@@ -103,7 +103,7 @@ def test_the_status_of_a_drafter_says_what_was_measured(clock):
 
 
 def test_drafts_are_not_waited_for_longer_than_they_gain(clock):
-    """A drafter that stops answering is late after as many steps as there are drafts, long before the deadline."""
+    """A drafter that stops answering is late after the time of K steps, long before the deadline."""
     world = adaptive(clock, 8, Costs())
     world.run(0.5)
     world.costs.trip_s = 1.0
@@ -129,7 +129,7 @@ SYNTHETIC = {**CONFIG, "rejection_sample_method": "synthetic", "synthetic_accept
     ("config", "deadline_s", "adaptive_k", "is_adaptive"),
     [
         (CONFIG, 0.5, None, True),
-        (CONFIG, None, None, False),  # for measurements
+        (CONFIG, None, None, False),  # measurements have no deadline
         (CONFIG, 0.5, False, False),
         (SYNTHETIC, 0.5, None, False),
         (SYNTHETIC, 0.5, True, True),
@@ -142,14 +142,14 @@ def test_the_number_of_drafts_adapts_by_default_or_if_asked_for(config, deadline
 
 
 OUTPUT_LENGTH = 400
-# Two H100s, on one of which the host takes 3.5 ms to launch a step beside another one.
+# Two H100s; the host takes 3.5 ms to launch a step while another step runs.
 BY_BYTES = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.25e-3, "acceptance": 0.7, "backlog_s": 1.8e-3, "noise": 0.05}
-# Two H100s on whose host a step takes up to 3.5 ms to launch, and a row of features up to 37 us to be sent.
+# Two H100s; the host takes up to 3.5 ms to launch a step and up to 37 us to send a row of features.
 SLOW_HOST = {"step_s": 6.2e-3, "row_s": 9e-6, "draft_s": 0.3e-3, "backlog_s": 2.5e-3}
 
 
 class Bursts:
-    """A verifier that gets 32 requests at once, again and again, with features of the 8B shape."""
+    """A verifier that gets bursts of 32 simultaneous requests, with features of the 8B shape."""
 
     def __init__(
         self,
@@ -189,17 +189,17 @@ def test_simultaneous_requests_lose_little_by_sending_their_rows(
     """Sent rows delay the next steps while sequences catch up."""
     sending = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": 3.5e-3}
     bursts = Bursts(clock, monkeypatch, Costs(**BY_BYTES, **sending))
-    bursts.run()  # which measures the link
+    bursts.run()  # measures the link
     assert bursts.run(3) > gain * bursts.rate_without
 
 
-# Of 18 combinations those that have every two values together.
+# Pairwise coverage of 18 combinations.
 @pytest.mark.parametrize(
     ("trip_s", "host", "seed"),
     covering([2.4e-3, 3.9e-3, 5.5e-3], [(2e-3, 0.03), (3.5e-3, 0.03), (3.5e-3, 0.1)], range(2)),
 )
 def test_simultaneous_requests_lose_little_on_slow_host_and_link(clock, monkeypatch, trip_s, host, seed):
-    """All bursts together, because a single one may have luck."""
+    """The throughput is over all bursts, because single bursts vary."""
     launch_s, noise = host
     sending = {"trip_s": trip_s, "feature_row_s": 65e-6, "send_row_s": 37e-6, "launch_s": launch_s}
     bursts = Bursts(clock, monkeypatch, Costs(**SLOW_HOST, **sending, noise=noise, accepted=2), seed=seed)
@@ -209,7 +209,7 @@ def test_simultaneous_requests_lose_little_on_slow_host_and_link(clock, monkeypa
 @pytest.mark.parametrize(
     ("sequences", "trip_s", "feature_row_s", "send_row_s", "launch_s", "gain"),
     [
-        (64, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 0.93),  # which no drafts are worth
+        (64, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 0.93),  # drafts do not pay off
         (64, 5.0e-3, 65e-6, 10e-6, 1.0e-3, 0.93),
         pytest.param(8, 2.4e-3, 65e-6, 37e-6, 3.5e-3, 1.15, marks=KNOWN_LOSS),
         (8, 2.4e-3, 20e-6, 16e-6, 3.5e-3, 1.4),
@@ -218,8 +218,8 @@ def test_simultaneous_requests_lose_little_on_slow_host_and_link(clock, monkeypa
 def test_successive_requests_lose_nothing_on_slow_host_and_link(
     clock, monkeypatch, sequences, trip_s, feature_row_s, send_row_s, launch_s, gain
 ):
-    """A drafter that has never drafted, for its rows never get there, is given up too; and whoever waits for drafts
-    beside a step says nothing of the host."""
+    """A drafter that never drafts, because its backlog never ends, is paused too. A wait for drafts while a step
+    runs does not count as host time."""
     ways = {"trip_s": trip_s, "feature_row_s": feature_row_s, "send_row_s": send_row_s, "launch_s": launch_s}
     world = world_of_all_lengths(clock, monkeypatch, sequences, Costs(**SLOW_HOST, **ways, noise=0.06))
     world.run(2.0)
@@ -235,9 +235,9 @@ def test_successive_requests_lose_nothing_on_slow_host_and_link(
 def test_a_stalled_host_does_not_change_how_drafts_look(
     clock, monkeypatch, trip_s, feature_row_s, gain, seed
 ):
-    """Steps without drafts that it held up are no measure of others, and a few with drafts no reason to give these up.
+    """Stalled steps without drafts do not change the expected step time; a few stalled steps do not disable drafts.
 
-    Two H100s with a host on which that was so: without drafts 2 % was lost by it."""
+    The costs are those of two H100s with such a host. Without drafts, stalls cost 2 % of throughput."""
     costs = Costs(
         **SLOW_HOST, trip_s=trip_s, feature_row_s=feature_row_s, launch_s=0.5e-3, noise=0.03, accepted=2, stall_s=15e-3
     )
@@ -246,7 +246,7 @@ def test_a_stalled_host_does_not_change_how_drafts_look(
 
 
 def world_of_all_lengths(clock: Clock, monkeypatch: pytest.MonkeyPatch, sequences: int, costs: Costs) -> World:
-    """Requests of 350 to 1050 and 100 to 500 tokens that follow each other, with features of the 8B shape."""
+    """Return a world of successive requests with 350 to 1050 prompt and 100 to 500 output tokens, 8B features."""
     use_rows_of_8b(monkeypatch)
     world = World(clock, 0, costs, config=CONFIG, k=4)
     draw = random.Random(0)
@@ -263,8 +263,8 @@ def world_of_all_lengths(clock: Clock, monkeypatch: pytest.MonkeyPatch, sequence
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_link_that_narrows_is_not_filled_with_a_backlog(clock, monkeypatch, seed):
-    """Of 25 and 1 Gbit/s, as `far_drafter` has them one after the other: what stands on it unknown keeps the
-    drafts that are asked for, so that they are given up in a place where they gain."""
+    """The link goes from 25 to 1 Gbit/s, as in `far_drafter`. A large backlog on it would delay requested drafts,
+    and drafts that gain throughput would be disabled."""
     sending = {"feature_row_s": 9e-6, "send_s": 2.5e-3, "send_row_s": 1e-6, "launch_s": 3e-3}
     costs = Costs(**SLOW_HOST, **sending, trip_s=4.2e-3, noise=0.15, accepted=2)
     bursts = Bursts(clock, monkeypatch, costs, prompt_length=64, seed=seed)

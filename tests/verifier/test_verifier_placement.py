@@ -1,4 +1,4 @@
-"""Which drafter a sequence goes to, and which features the drafter gets."""
+"""Choice of the drafter of each sequence, and the features that the drafter gets."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def loads(sequences: int, kv_cache_usage: float = 0.0) -> pb.DrafterLoad:
 @pytest.mark.parametrize(
     ("first", "second", "sizes", "chosen"),
     [
-        (loads(7), loads(2), (100, 100), 1),  # what other verifiers have there counts
-        (loads(7), loads(2), (100, 10), 0),  # as a share of what it takes
-        (loads(2, 0.9), loads(7, 0.1), (100, 100), 1),  # and so does a cache that is fuller than that
+        (loads(7), loads(2), (100, 100), 1),  # other verifiers' sequences count
+        (loads(7), loads(2), (100, 10), 0),  # relative to max_sequences
+        (loads(2, 0.9), loads(7, 0.1), (100, 100), 1),  # the KV cache usage counts if it is the larger share
         (loads(0), loads(0), (10, 100), 0),
     ],
 )
@@ -82,9 +82,9 @@ def test_own_sequences_count_once_and_at_once():
         scene.decode()
         scene.flush()
     answer = answer_to(first.last)
-    answer.load.sequences = 2  # its own
+    answer.load.sequences = 2  # this verifier's
     scene.answer(first, answer)
-    for _ in range(3):  # to 3 and 4 at the first, then to the second as well
+    for _ in range(3):  # two to the first, which then has 4, and one to the second
         scene.decode()
         scene.flush()
     opened = [sum(len(step.opened.ids) for step in stream.steps) for stream in (first, second)]
@@ -127,7 +127,7 @@ def test_heads_of_different_layers_get_their_own_features():
 
 
 def fusing_head(fingerprint: str, factor: float) -> dict[str, Any]:
-    """A head of two states: `factor` times the sum of a row's features, twice."""
+    """Return a head that fuses a row into two equal states, `factor` times the sum of its features."""
     fusion = FeatureFusion(torch.full((2, WIDTH), factor, dtype=torch.float32))
     return {"fingerprint": fingerprint, "fusion": fusion, "fusion_digest": str(factor), "row_bytes": 8}
 
@@ -198,7 +198,7 @@ def test_an_unknown_sequence_reopens_after_a_delay_that_doubles(status, clock):
 
 
 def test_a_rejected_sequence_goes_to_another_drafter_at_once(clock):
-    """A drafter that reports no load and rejects all sequences takes no drafts from those of others."""
+    """A drafter that reports no load and rejects every sequence does not keep sequences from other drafters."""
     scene, stream, _ = start()
     other = scene.connect()
     other.address = "drafter:2"

@@ -1,4 +1,4 @@
-"""The cache's blocks: their users, how they are found by their tokens, and the events of their changes."""
+"""The cache's blocks: their users, lookup by tokens, and events of changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hashes_of(cache: PrefixCache, tokens: list[int]) -> list[bytes]:
 
 
 def used_up(cache: PrefixCache, tokens: list[int]) -> list[int]:
-    """Blocks of a sequence that has come, filled them and gone."""
+    """Return the blocks of a sequence that has filled and released them."""
     hashes = hashes_of(cache, tokens)
     blocks = cache.allocate(len(hashes))
     assert blocks is not None
@@ -42,7 +42,7 @@ def used_up(cache: PrefixCache, tokens: list[int]) -> list[int]:
 
 
 def known(cache: PrefixCache, hashes: list[bytes]) -> list[int]:
-    """Blocks found by a request to which all are of use."""
+    """Return the blocks found by a request that can use every block."""
     return cache.take_known(hashes, lambda _: True)
 
 
@@ -185,7 +185,7 @@ def test_the_blocks_longest_unused_are_evicted_tails_first():
     old, new = TOKENS[: 3 * BLOCK_SIZE], TOKENS[3 * BLOCK_SIZE :]
     old_blocks, new_blocks = used_up(cache, old), used_up(cache, new)
     assert cache.allocate(1) == old_blocks[2:]
-    cache.release(known(cache, hashes_of(cache, old)))  # used again, so the others are older now
+    cache.release(known(cache, hashes_of(cache, old)))  # used again, so the other blocks are older
     assert cache.allocate(4) is not None
     assert known(cache, hashes_of(cache, old)) == old_blocks[:1]
     assert known(cache, hashes_of(cache, new)) == []
@@ -217,7 +217,7 @@ def name(number: int) -> bytes:
 
 
 class Recorded:
-    """A log and what it has delivered."""
+    """The delivered events of a log."""
 
     def __init__(self, log: CacheEventLog) -> None:
         self.events: list[CacheEvent] = []
@@ -232,7 +232,7 @@ class Recorded:
 
 
 def stored(first: int, count: int = 1, parent: int | None = None) -> BlocksStored:
-    """Blocks whose hashes and tokens count up from `first`."""
+    """Return an event of blocks whose hashes and tokens count up from `first`."""
     ids = [token for number in range(count) for token in tokens(first + number)]
     return BlocksStored(parent, tuple(range(first, first + count)), tuple(ids), "")
 
@@ -268,8 +268,8 @@ def test_the_cache_tells_what_it_drops():
     assert cache.publish(blocks[0], name(1))
     assert cache.publish(blocks[1], name(2))
     cache.release(blocks)
-    assert cache.allocate(2) is not None  # one of them was free
-    assert recorded.take() == [BlockRemoved(2)]  # the last of a sequence goes first
+    assert cache.allocate(2) is not None  # one block was never used
+    assert recorded.take() == [BlockRemoved(2)]  # the last block of a sequence is evicted first
     assert cache.drop_unused() == 0
     assert recorded.take() == [BlockRemoved(1)]
 
@@ -293,7 +293,7 @@ def test_the_same_block_of_another_request_is_no_event():
 
 
 class Player:
-    """An engine that delivers what a test says."""
+    """An engine whose events come from the test."""
 
     def __init__(self, **limits: int) -> None:
         self.hub = KvEventHub(self._watch, **limits)
@@ -358,7 +358,7 @@ def test_a_snapshot_has_parents_before_children():
     async def play() -> None:
         player = Player(snapshot_blocks=2)
         await batches(player.hub, 1)
-        player.deliver([stored(1, 3), BlockRemoved(1), stored(1)])  # the parent was stored anew, behind its child
+        player.deliver([stored(1, 3), BlockRemoved(1), stored(1)])  # the parent is stored again, after its child
         read = await batches(player.hub, 2)
         assert hashes(read) == [1, 2, 3]
         assert [(one.snapshot.index, one.snapshot.count, one.snapshot.blocks) for one in read] == [(0, 2, 3), (1, 2, 3)]

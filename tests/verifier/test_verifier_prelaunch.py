@@ -1,4 +1,4 @@
-"""Forward passes that are launched while their drafts are awaited."""
+"""Forward passes that are launched before their drafts arrive."""
 
 from __future__ import annotations
 
@@ -35,22 +35,20 @@ REQUESTS = [{"prompt": [3 + i, 1, 4], "max_tokens": 30 - i} for i in range(4)]
 
 @pytest.fixture(autouse=True)
 def one_group(monkeypatch) -> None:
-    """All drafts are asked for, and a machine under load gives up none."""
+    """Request K drafts in every step, and abandon no pass on a loaded machine."""
     monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(K))
     monkeypatch.setattr(prelaunch, "PATIENCE_S", WAIT_S)
 
 
 class CountingEngine(Served):
-    """An engine that counts what becomes of the steps that are prelaunched.
+    """An engine that counts prelaunched steps.
 
     Attributes
     ----------
     sizes
-        Requests of each of them.
+        Number of requests of each prelaunched step.
     num_released, num_dropped
-        How many got their token ids, and how many were abandoned before.
-    num_before_check
-        How many started with an answer that had not been checked.
+        Number of steps that got their token ids, and number abandoned before.
     """
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
@@ -77,7 +75,7 @@ class CountingEngine(Served):
         self._waiting.discard(step)
 
     def connect_late(self, drafts_for: Any = lambda _: [5, 6, 7]) -> Any:
-        """A drafter that answers when the step that verifies its drafts is prelaunched, if one is."""
+        """Connect a drafter that answers once the step for its drafts is prelaunched, or after 20 ms."""
         stream = self.connect_with(drafts_for)
         answer = stream.on_send
         steps: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -103,7 +101,7 @@ def undrafted(target: Target, requests: list[dict[str, Any]]) -> list[list[int]]
 
 
 def silent(own: Served) -> RecordedStream:
-    """Return a drafter that answers nothing."""
+    """Connect a drafter that never answers."""
     stream = own.connect()
     stream.on_send = lambda _: None
     return stream
@@ -133,7 +131,7 @@ def test_the_output_is_that_without_drafts(target, limits, kind):
 
 @pytest.mark.parametrize("limit", [Limit(0.0, 5), Limit(0.4, 100), Limit(0.0, 0)], ids=str)
 def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
-    """Steps with fewer rows than drafts came; they are prelaunched all the same."""
+    """Steps that verify only some of their drafts are prelaunched too."""
     own = CountingEngine(target, {"draft_sample_method": "gumbel", "rejection_sample_method": "coupled"})
     own.engine.drafting.pin(K, limit)
     own.connect_late()
@@ -147,7 +145,7 @@ def test_the_output_under_a_budget_is_that_without_drafts(target, limit):
 
 
 def test_steps_of_structured_output_run_as_prelaunched(own):
-    """With all of their drafts, with those inside of the grammar, and with none."""
+    """Steps verify all of their drafts, those inside the grammar, or none."""
     drafts = itertools.cycle([[0, 1, 2], [0, 10, 2], [10, 0, 0]])
     own.connect_late(lambda _: next(drafts))
     prelaunched, ran = set(), []
@@ -167,7 +165,7 @@ def test_steps_of_structured_output_run_as_prelaunched(own):
 
 
 def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
-    """And starts before its answer is checked."""
+    """A prelaunched step starts before its answer is checked."""
     own, take_answer, taken = CountingEngine(target), Executor.take_answer, []
 
     def note(executor: Executor, event: Answered) -> bool:
@@ -187,9 +185,9 @@ def test_nearly_every_step_with_drafts_was_prelaunched(target, monkeypatch):
     ("change", "starts"),
     [
         (lambda _: None, True),
-        (lambda drafts: drafts.last_tokens.__setitem__(0, 1 + drafts.last_tokens[0]), True),  # continues something else
+        (lambda drafts: drafts.last_tokens.__setitem__(0, 1 + drafts.last_tokens[0]), True),  # continues another token
         (lambda drafts: drafts.statuses.__setitem__(0, pb.SEQUENCE_STATUS_UNKNOWN), True),
-        (lambda drafts: setattr(drafts, "compute_time_s", -1.0), True),  # it is expelled for that
+        (lambda drafts: setattr(drafts, "compute_time_s", -1.0), True),  # the drafter is expelled
         (lambda drafts: drafts.committed_lengths.append(1), True),
         (lambda drafts: setattr(drafts.tokens, "data", b"\xff" * len(drafts.tokens.data)), False),
         (lambda drafts: drafts.sequence_ids.reverse(), False),
@@ -219,7 +217,7 @@ def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, start
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8}])
 @pytest.mark.parametrize("wrong", [None, 7, -1])
 def test_a_step_starts_with_drafts_in_shared_memory(target, monkeypatch, kind, wrong):
-    """Early drafts that are others than those of the answer make a step that comes to nothing, now and then."""
+    """A step's result is not used if its early drafts differ from the answer's (one step in three)."""
     monkeypatch.setattr(engine_module, "awake_s", lambda _: WAIT_S)
     own = CountingEngine(target)
     take_early_drafts = Executor.take_early_drafts
@@ -276,7 +274,7 @@ def test_a_waiting_step_does_not_keep_a_drafter_that_has_gone(own):
         own.engine.post(Disconnected(stream))
         del stream
         own.tokens(one)
-        own.tokens(own.submit([2, 7]))  # the engine has other things in hand
+        own.tokens(own.submit([2, 7]))  # the engine's thread holds other objects
         gc.collect()
         assert gone() is None
 

@@ -1,4 +1,4 @@
-"""The lifecycle of a step, and the rows that a prelaunched step uses of its drafts."""
+"""The lifecycle of a step, and the rows of drafts in a prelaunched step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from verifier_service.pacing import Limit
 
 
 class NoRunner:
-    """Computes nothing; `released` are the token ids of each forward pass, None of one that was given up."""
+    """A runner that computes nothing. `released` has the token ids of each pass, None for an abandoned pass."""
 
     def __init__(self) -> None:
         self.released: list[Any] = []
-        self.counts: list[int] | None = None  # rows of each sequence that was released last
-        self.most_rows: int | None = None  # that the last pass has room for
+        self.counts: list[int] | None = None  # rows of each sequence in the last released pass
+        self.most_rows: int | None = None  # maximum rows of the last prelaunched pass
 
     def prelaunch(self, _: ForwardInput, most_rows: int | None = None) -> bool:
         self.most_rows = most_rows
@@ -78,7 +78,7 @@ def test_the_awaited_answer_brings_all_drafts():
         change(wrong)
         assert awaited.read_answer(wrong, VOCAB) is None
     scene.decode(3)
-    scene.flush()  # asks for the drafts of another one by another message
+    scene.flush()  # requests drafts of another sequence in a second message
     assert scene.drafting.wait_policy.awaited_answer() is None
     scene.answer(stream)
     assert not scene.drafting.wait_policy.all_wait(requests)
@@ -95,14 +95,14 @@ def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
 
 
 def answer_with(stream: Any, drafts: list[list[int]]) -> tuple[AwaitedAnswer, Answered]:
-    """An answer, and what is known of it before it comes."""
+    """Return what the verifier expects of an answer, and the answer."""
     answer = pb.Drafts(step_id=1, sequence_ids=range(1, 1 + len(drafts)), num_drafts=map(len, drafts))
     encode_tensor(torch.tensor([token for own in drafts for token in own], dtype=torch.int32), answer.tokens)
     return AwaitedAnswer(stream, 1, [*answer.sequence_ids], [*answer.num_drafts], []), Answered(stream, answer)
 
 
 def decoding_requests(count: int) -> list[Request]:
-    """Requests with 16 tokens, of which the last one has not run."""
+    """Return requests with 16 tokens, of which the last has not run."""
     requests = [make_request([1 + i] * 16) for i in range(count)]
     for request in requests:
         request.blocks, request.num_computed = [4, 5], 15
@@ -110,7 +110,7 @@ def decoding_requests(count: int) -> list[Request]:
 
 
 class NoConfidences:
-    """A stream whose drafts come without confidences."""
+    """A stream whose drafts have no confidences."""
 
     head = make_head()
 
@@ -118,7 +118,7 @@ class NoConfidences:
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_drafts_go_where_their_requests_are_in_the_step(order):
     requests = decoding_requests(4)
-    requests[3].drafts = ReadyDrafts(16, 4, [8])  # came before
+    requests[3].drafts = ReadyDrafts(16, 4, [8])  # arrived earlier
     drafts = [[11, 12, 13], [14], [15, 16]]
     runner: Any = NoRunner()
     step = Step([*map(awaited_rows, requests, [3, 1, 2, 3])])
@@ -126,7 +126,7 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     waiting.launch(step)
     awaited, answer = answer_with(NoConfidences(), [drafts[i] for i in order])
     assert waiting.read_answer(answer) is None
-    waiting.expect(replace(awaited, requests=requests[:1], num_drafts=[4]))  # there is no room for so many
+    waiting.expect(replace(awaited, requests=requests[:1], num_drafts=[4]))  # more drafts than launched rows
     assert waiting.read_answer(answer) is None
     waiting.expect(replace(awaited, requests=[requests[i] for i in order]))
     found = waiting.read_answer(answer)
@@ -138,9 +138,9 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
 
 
 def test_a_limited_pass_has_the_chosen_rows_alone():
-    """Which rows those are is written when the drafts are there; the plan goes by the same choice."""
+    """The chosen rows are written when the drafts have arrived; the plan uses the same choice."""
     requests = decoding_requests(3)
-    requests[2].drafts = ReadyDrafts(16, 3, [8, 9])  # came before
+    requests[2].drafts = ReadyDrafts(16, 3, [8, 9])  # arrived earlier
     limit, asked = Limit(0.25, 4), []
 
     def choose(given: Limit | None, offers: Sequence[Offer]) -> list[int]:
@@ -176,7 +176,7 @@ def test_a_limited_pass_is_confirmed_where_the_rows_fit(num_drafts, begins):
         ScheduledRows(one, 16, [1, *[7] * count], ReadyDrafts(17, 1, [7] * count), samples=True)
         for one, count in zip(requests, num_drafts, strict=True)
     ]
-    assert waiting.confirm(rows) is None  # what the runner gives
+    assert waiting.confirm(rows) is None  # the runner's result
     assert runner.counts == ([1 + count for count in num_drafts] if begins else None)
     assert len(runner.released[0] or []) == (2 + sum(num_drafts) if begins else 0)
 
@@ -193,13 +193,13 @@ def test_no_more_drafts_are_expected_than_the_context_holds(monkeypatch):
     scene.flush()
     scene.step(request, 5, 6, 7)
     waits = scene.drafting.wait_policy
-    assert waits.is_waiting(request)  # until the drafter takes more
+    assert waits.is_waiting(request)  # until the drafter can take another step
     assert (request.num_drafts_wanted, waits.expected_drafts([request])) == (1, [1])
 
 
 def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
     def begun(change: Any = None, num_drafts: int = 3, drafts: tuple[int, ...] = (7, 8)) -> bool:
-        """Whether a step with so many drafts of a request of 17 tokens is begun with `drafts` after a change."""
+        """Return whether a step launched with `num_drafts` drafts of a request starts with `drafts` after a change."""
         request = make_request([1] * 16)
         request.tokens.append(1)
         request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
@@ -210,7 +210,7 @@ def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
             change(request)
         ready = ReadyDrafts(17, 1, list(drafts)) if drafts else None
         rows = ScheduledRows(request, 16, [1, *drafts], ready, samples=True)
-        assert waiting.confirm([rows]) is None  # what the runner gives
+        assert waiting.confirm([rows]) is None  # the runner's result
         assert waiting.pending is None
         assert step.stage is Stage.ABANDONED
         assert runner.released in ([None], [[1, *drafts, *[0] * (num_drafts - len(drafts))]])

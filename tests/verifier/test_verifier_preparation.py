@@ -1,4 +1,4 @@
-"""Requests before they reach the engine: what counts, what is kept, and what a cancelled one leaves behind."""
+"""Requests before they reach the engine: limits, memory and cancellation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 60.0
 
 
 class FakeEngine:
-    """Takes requests and never answers."""
+    """An engine that takes requests and never answers."""
 
     facts = EngineFacts(vocab_size=64, max_model_len=64, max_num_seqs=1, max_queue=1, max_open=MAX_OPEN)
 
@@ -45,7 +45,7 @@ class FakeEngine:
 
 
 class Scene:
-    """A handler over such an engine, whose threads wait in the middle of reading a prompt."""
+    """A handler over a `FakeEngine`, whose threads wait during the preparation of a request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = FakeEngine()
@@ -106,7 +106,7 @@ def test_a_cancelled_request_counts_until_its_thread_ends(monkeypatch: pytest.Mo
         assert isinstance(await scene.serve("one more"), QueueFullError)
         scene.may_end.set()
         await until(lambda: scene.ended == ["first"])
-        await asyncio.sleep(0.1)  # the loop learns of the thread's end
+        await asyncio.sleep(0.1)  # until the loop knows that the thread has ended
         accepted = scene.serve("the next")
         await until(lambda: len(scene.engine.submitted) == 1)
         await cancelled(accepted)
@@ -160,7 +160,7 @@ def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatc
     """A prompt of 131,072 tokens takes 4 MiB."""
 
     class Prompt(list[int]):
-        """A list that can be watched."""
+        """A list that allows weak references."""
 
     async def play(scene: Scene) -> None:
         prompts: list[weakref.ref[Prompt]] = []
@@ -173,7 +173,7 @@ def test_the_prompt_is_not_kept_beside_the_engine(monkeypatch: pytest.MonkeyPatc
         scene.may_end.set()
         running = scene.serve("r1")
         await until(lambda: len(scene.engine.submitted) == 1)
-        await asyncio.sleep(0.1)  # the thread forgets its work
+        await asyncio.sleep(0.1)  # until the thread drops its references
         gc.collect()
         assert prompts[0]() is None
         assert scene.engine.submitted[0]() is None

@@ -1,4 +1,4 @@
-"""Which drafters are expelled as their drafts are not what their logits sample, how soon, and what is used before."""
+"""Expulsion of drafters whose drafts do not match their logits: when, and which drafts are used before."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from verifier_service.core.request import AnswerLogits, ReadyDrafts
 from verifier_service.drafters import audit
 
 DENSE = {"draft_sample_method": "gumbel", "draft_logits": "dense"}
-# Of a drafter that rounds otherwise than the verifier, at most: 16 drafts, each with a probability of 1e-5.
+# Most mismatches per answer of a drafter that rounds differently from the verifier: 16 drafts, 1e-5 per draft.
 HONEST_MISMATCHES = 1.6e-4
 
 
 @pytest.fixture(autouse=True)
 def choices(monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """What decides which answers are drawn again."""
+    """Seed the choice of the answers that are sampled again."""
     made = random.Random(0)
     monkeypatch.setattr(audit, "random", made)
     return made
 
 
 class Drafter:
-    """A drafter of which each answer has one draft, of the same sequence; the verifier really draws them again."""
+    """A drafter whose answers have one draft of one sequence. The verifier's sampling of the drafts is not faked."""
 
     def __init__(self) -> None:
         self.scene = Scene(DENSE)
@@ -46,7 +46,7 @@ class Drafter:
         return self.scene.drafting.answers.audit.record_of(self.stream.address).count
 
     def answer(self, *are_lies: bool) -> None:
-        """One message."""
+        """Send one message with an answer for each flag."""
         assert not self.is_expelled
         answered = [(self.request, self._lie._replace() if is_lie else self._honest) for is_lie in are_lies]
         self.answers += len(are_lies)
@@ -65,12 +65,12 @@ class Drafter:
             self.answer(True)
 
     def be_honest(self, answers: int) -> None:
-        """So many right answers, a thousand in a message."""
+        """Send `answers` correct answers, at most a thousand per message."""
         for start in range(0, answers, 1000):
             self.answer(*[False] * min(1000, answers - start))
 
     def lie(self, share: float, draw: random.Random, *, at_most: int, together: int = 1) -> None:
-        """Lies in that share of the answers, by chance, until expelled; so many answers are in a message."""
+        """Lie in a random share of the answers until expelled, with `together` answers per message."""
         end = self.answers + at_most
         while not self.is_expelled and self.answers < end:
             self.answer(*(draw.random() < share for _ in range(together)))
@@ -84,7 +84,7 @@ def drafter() -> Drafter:
 @pytest.mark.full
 def test_a_liar_is_expelled_as_soon_after_a_long_honest_past(choices):
     def expel(history: int) -> list[tuple[int, int]]:
-        """(answers until expelled, lies used) of ten liars in half of the answers."""
+        """Return (answers until expulsion, lies used) of ten drafters that lie in half of their answers."""
         found = []
         for seed in range(10):
             drafter = Drafter()
@@ -97,7 +97,7 @@ def test_a_liar_is_expelled_as_soon_after_a_long_honest_past(choices):
 
     new = expel(0)
     assert expel(100_000) == new
-    assert max(answers for answers, _ in new) <= 150  # 99.96 % of such liars
+    assert max(answers for answers, _ in new) <= 150  # true for 99.96 % of such liars
     assert sum(used for _, used in new) / len(new) < 15  # 7 are expected
 
 
@@ -133,7 +133,7 @@ def test_of_a_message_with_a_lie_that_was_found_no_lie_is_used(drafter):
 
 
 def test_a_message_with_too_many_lies_expels_and_is_not_used(monkeypatch):
-    chances = iter([0.0, *[0.999] * 100])  # the first is drawn again, and then all
+    chances = iter([0.0, *[0.999] * 100])  # the first answer is sampled again, and then all
     monkeypatch.setattr(audit.random, "random", lambda: next(chances))
     scene = Scene(DENSE)
     stream = scene.connect()
@@ -192,7 +192,7 @@ def test_an_expelled_drafter_is_judged_by_what_it_does_later(drafter):
 
 
 def _mismatched_logits() -> torch.Tensor:
-    """Logits of three drafts that sample 4; `answer_to` says 5, 6, 7."""
+    """Return logits of three drafts that sample token 4; `answer_to` answers 5, 6, 7."""
     logits = torch.full((3, VOCAB), -100.0)
     logits[:, 4] = 100.0
     return logits

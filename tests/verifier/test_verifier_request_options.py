@@ -1,4 +1,4 @@
-"""Options and prompts of requests: what the service resolves, and what it refuses."""
+"""Options and prompts of requests: how the service resolves them, and which it refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG = [i % (VOCAB - 2) + 2 for i in range(2 * CONTEXT)]
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """A token for each word w0, w1, .."""
+    """A tokenizer with one token for each word w0, w1, .."""
     return codec_of(word_tokenizer(), tmp_path_factory.mktemp("words"))
 
 
@@ -128,7 +128,7 @@ def test_bad_words_need_a_tokenizer() -> None:
 
 
 def test_a_bad_word_is_forbidden_behind_a_space_too(tmp_path: Path) -> None:
-    """Where the space makes as many tokens and another first one, as vLLM does."""
+    """As in vLLM, if the space keeps the number of tokens and changes the first token."""
     tokenizer = word_tokenizer()
     tokenizer.model = models.WordLevel({"?": 0, "a": 1, "\u2581a": 2, "\u2581b": 3}, unk_token="?")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -148,7 +148,7 @@ def test_masks_that_leave_no_token_end_their_request_alone(codec: TextCodec) -> 
 
 
 async def prefix_hits(stub: GenerationStub, salts: Sequence[str | None]) -> list[int]:
-    """Rows of the same prompt that were found in the cache, for requests one after another."""
+    """Return the number of cached rows of one prompt, for successive requests with these salts."""
     hits = []
     for salt in salts:
         request = ids_request(LONG[: CONTEXT - 10])
@@ -180,7 +180,7 @@ OTHERS = [ids_request([3, 1, 4, i]) for i in range(6)]
 
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory) -> TextCodec:
-    """A tokenizer with a token that was added after the target's embeddings were made."""
+    """A tokenizer with one token beyond the target's vocabulary."""
     return codec_of(word_tokenizer(added=["<pad>"]), tmp_path_factory.mktemp("padded"))
 
 
@@ -190,7 +190,7 @@ def alone() -> list[list[int]]:
 
 
 def check_others(got, alone):
-    """The requests beside the bad ones end as they do alone."""
+    """Check that the requests beside the bad ones end as they do alone."""
     assert [answer.details for answer in got] == [""] * len(OTHERS)
     assert [answer.token_ids for answer in got] == alone
 

@@ -1,4 +1,4 @@
-"""Responses on their way to clients: their text, and clients that read slowly or not at all."""
+"""Responses to clients: their text, and clients that read slowly or not at all."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from verifier_service.api.response_stream import MAX_MESSAGES, ResponseStream
 from verifier_service.core.request import Request
 from verifier_service.host.access import Submission
 
-# A window that a few messages fill, and that does not grow.
+# A window of constant size that a few messages fill.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 
 def piece(number: int, text: str) -> pb.GenerateResponse:
-    """A message of two tokens, of which the second brings the rest of the text."""
+    """Return a message of two tokens; the second has the rest of the text."""
     return pb.GenerateResponse(
         token_ids=[2 * number, 2 * number + 1], drafted=[True, False], text=text, token_text_ends=[1, len(text)]
     )
@@ -49,7 +49,7 @@ def test_messages_come_one_by_one_to_a_client_that_keeps_up():
 
 
 def test_outputs_merge_each_with_itself():
-    """The last messages come when each output has its own."""
+    """The stream is finished when each output has its last message."""
     unread, num_pieces = ResponseStream(2), 3 * MAX_MESSAGES
     for number in range(num_pieces):
         for index in range(2):
@@ -103,7 +103,7 @@ def test_an_error_comes_after_the_messages():
 
 
 def large_request() -> pb.GenerateRequest:
-    """Most of what the target's context holds, with log probabilities, so that messages are large."""
+    """Return a request that fills most of the context, with log probabilities so that messages are large."""
     return request(logprobs=15)
 
 
@@ -123,7 +123,7 @@ async def slow_client() -> AsyncIterator[tuple[Served, GenerationStub, Generatio
 @play
 async def test_a_client_that_does_not_read_delays_no_other():
     async with slow_client() as (_, slow, other):
-        stalled = [slow.Generate(large_request()) for _ in range(4)]  # all places of the batch
+        stalled = [slow.Generate(large_request()) for _ in range(4)]  # all slots of the batch
         first = [await call.read() for call in stalled]
         whole = tokens_of(await outputs_of(other.Generate(large_request())))
         assert len(whole) == MAX_TOKENS
@@ -140,7 +140,7 @@ async def test_a_client_that_never_reads_is_given_up(monkeypatch):
         await call.read()
         while scene.handler.open_outputs:
             await asyncio.sleep(0.02)
-        # What was on its way is still delivered; the status follows it.
+        # Messages already sent are still delivered, before the status.
         code, details = await error_of(outputs_of(call))
         assert code == grpc.StatusCode.ABORTED
         assert "has not read for 0.2 s" in details
@@ -162,7 +162,7 @@ async def test_a_client_that_reads_ever_so_slowly_is_given_up(monkeypatch):
 
 
 def held() -> list[Request | Submission | ResponseStream]:
-    """What there is of requests in this process."""
+    """Return all objects of requests in this process."""
     return [one for one in gc.get_objects() if type(one) in (Request, Submission, ResponseStream)]
 
 
@@ -170,7 +170,7 @@ def held() -> list[Request | Submission | ResponseStream]:
 @play
 async def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch):
     monkeypatch.setattr(unread_module, "STALL_S", 2.0)
-    others = held()  # of tests before
+    others = held()  # of earlier tests
     async with slow_client() as (scene, slow, _):
         calls = [slow.Generate(large_request()) for _ in range(4)]
         for call in calls:
@@ -190,7 +190,7 @@ async def test_nothing_is_kept_of_abandoned_output_without_a_reader(monkeypatch)
 @play
 async def test_no_more_requests_are_open_than_a_batch_beside_the_known():
     async with slow_client() as (scene, slow, other):
-        held, most = [], 4 + 8 + 4  # a batch, a queue, and a batch that is on its way to its clients
+        held, most = [], 4 + 8 + 4  # a batch, a queue, and a batch whose output is being sent
         while len(held) < most:
             held.append(slow.Generate(large_request()))
             await held[-1].read()
@@ -229,7 +229,7 @@ async def test_the_requests_of_clients_that_go_leave_the_batch():
 
 
 class Letters:
-    """A tokenizer of one letter for each token, which fails where it meets `broken` more than `times` times."""
+    """A tokenizer with one letter per token that fails if it meets `broken` more than `times` times."""
 
     silent_ids = frozenset[int]()
     longest_token_bytes = 1
@@ -262,7 +262,7 @@ def text_of(messages: list[pb.GenerateResponse]) -> str:
 @pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
 @play
 async def test_text_is_made_off_the_engine_s_thread(behind_socket):
-    """It was made there, between two steps, where each request's text delays all others."""
+    """On the engine's thread, between two steps, text of one request would delay all others."""
     codec = Letters()
     async with stub_of(served(behind_socket=behind_socket, codec=codec)) as stub:
         assert len(text_of(await outputs_of(stub.Generate(request())))) == MAX_TOKENS
@@ -272,7 +272,7 @@ async def test_text_is_made_off_the_engine_s_thread(behind_socket):
 @pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
 @play
 async def test_nothing_behind_a_stop_text_reaches_the_client(behind_socket):
-    """The engine learns of it late; counts and log probabilities end with the text all the same."""
+    """The engine learns of the stop late; counts and log probabilities still end with the text."""
     own = served(behind_socket=behind_socket, codec=Letters())
     async with stub_of(own) as stub:
         whole = text_of(await outputs_of(stub.Generate(request(logprobs=1))))
@@ -295,7 +295,7 @@ async def test_nothing_behind_a_stop_text_reaches_the_client(behind_socket):
 @pytest.mark.parametrize("behind_socket", [False, pytest.param(True, marks=pytest.mark.full)])
 @play
 async def test_a_request_whose_text_cannot_be_made_ends_alone(behind_socket):
-    """It fails in the middle of its output, of which every token is an f; the other request's are g."""
+    """The request fails in the middle of its output; its tokens are all f, the other request's all g."""
     own = served(behind_socket=behind_socket, codec=Letters("f", times=6))
     async with stub_of(own) as stub:
         broken = stub.Generate(request(logit_bias={5: 100.0}))

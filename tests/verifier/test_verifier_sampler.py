@@ -22,7 +22,7 @@ from verifier_service.sampling.token_history import TokenHistory
 VOCAB = 20
 MANY = 50000
 GUMBEL = {"draft_sample_method": "gumbel"}
-FEW = 12  # tokens: fewer than a request may be told of
+FEW = 12  # tokens, fewer than the top tokens that a request may ask for
 
 
 def make_sampler(vocab_size: int, max_num_seqs: int = 5, **config: Any) -> TokenSampler:
@@ -59,7 +59,7 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, me
     monkeypatch.setattr(sampler, "PART_OF_VOCABULARY", 16)
     made = make_sampler(VOCAB, 3, **{"num_speculative_tokens": 2, **config})
     made.warm_up(torch.bfloat16)
-    for dtype in (torch.bfloat16, torch.float32):  # of the target, and of what penalties leave
+    for dtype in (torch.bfloat16, torch.float32):  # of the target, and after penalties
         for expected in ([1], [3], [1, 1], [3, 3], [3, 1], [1, 1, 1], [3, 3, 3], [3, 1, 1]):
             for method in methods:
                 assert (dtype, expected, None, method) in forms
@@ -69,13 +69,13 @@ def test_warming_up_draws_from_batches_of_every_size_and_form(config, widths, me
 
 
 def test_log_probabilities_are_of_each_requests_rows_and_tokens():
-    """Requests with and without them, of other numbers of drafts, and parted by the columns of their draft logits."""
+    """Requests with and without log probabilities, with different numbers of drafts and columns of draft logits."""
     made = make_sampler(FEW)
     torch.manual_seed(2)
     columns = torch.arange(FEW)
     works = []
     for i, (count, likeliest) in enumerate([(0, 2), (3, None), (2, 0), (3, 20), (1, 1)]):
-        # At temperature 0 the second and the fourth are parted from the others by their draft logits.
+        # At temperature 0, draft logits only separate the second and fourth request from the others.
         logits = AnswerLogits(torch.randn(count, FEW), None, columns) if i in (1, 3) else None
         drafts = ReadyDrafts(1, 0, [0] * count, logits) if count else None
         asked = {} if likeliest is None else {"logprobs": likeliest}
@@ -100,7 +100,7 @@ def test_log_probabilities_are_of_each_requests_rows_and_tokens():
 
 def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
     def top_ids_of(*counts: int) -> list[int]:
-        """The top tokens of the first of as many requests."""
+        """Return the first request's top tokens in a batch with these numbers of log probabilities."""
         made = make_sampler(MANY)
         works = [
             ScheduledRows(make_request([5], keys=10 * i, logprobs=count), 0, [5], None, samples=True)
@@ -130,7 +130,7 @@ def test_where_nothing_could_be_drawn_nothing_is_told():
 
 @pytest.mark.parametrize("top_n", [None, 3])
 def test_a_request_without_drafts_beside_logits_draws_plainly(top_n):
-    """One beside drafts of another drafter's answer, and one whose neighbours in the answer have gone."""
+    """One request is beside drafts of another answer; one is alone, as the other requests of its answer have ended."""
     made = make_sampler(FEW, **GUMBEL, draft_logits={"top_n": top_n} if top_n else "dense")
     torch.manual_seed(3)
     ids = torch.arange(2 * (top_n or 0), dtype=torch.int32).reshape(2, -1) if top_n else None
@@ -160,7 +160,7 @@ def works(*requests: Request) -> list[ScheduledRows]:
 
 
 def drawn(*tokens: Sequence[int]) -> torch.Tensor:
-    """As the rejection test gives them, -1 behind the last one of each."""
+    """Return tokens in the form of the rejection test, with -1 after the last of each request."""
     most = max(map(len, tokens))
     return torch.tensor([[*own, *[-1] * (most - len(own))] for own in tokens])
 
@@ -170,7 +170,7 @@ def penalties_of(history: TokenHistory, *requests: Request) -> Penalties | None:
 
 
 def counted(history: TokenHistory, request: Request) -> tuple[set[int], Counter[int]]:
-    """Tokens of the prompt, and how often each token is in the output."""
+    """Return the tokens of the prompt, and the count of each token in the output."""
     found = penalties_of(history, request)
     assert found is not None
     slot = int(found.slot)
@@ -196,7 +196,7 @@ def test_a_draw_of_a_request_preempted_meanwhile_is_forgotten(history):
     penalties_of(history, request)
     history.count(works(request), drawn([7, 8]))
     request.tokens += [7, 8]
-    history.count(works(request), drawn([9]))  # in flight, and not taken
+    history.count(works(request), drawn([9]))  # in flight, and not appended
     history.release(request)
     assert counted(history, request) == ({3, 4}, Counter({7: 1, 8: 1}))
     history.count(works(request), drawn([8]))

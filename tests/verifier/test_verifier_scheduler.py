@@ -1,4 +1,4 @@
-"""Which requests run, which rows a step computes, and which blocks they get."""
+"""Which requests run, which rows a step computes, and which blocks requests get."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ PROMPT = [5 * i % 37 for i in range(3 * BLOCK_SIZE)]
 
 
 def finish(batch: Batch, one: Request) -> None:
-    """Runs a request until it has all its tokens, and ends it."""
+    """Run a request until it has all its tokens, and remove it."""
     batch.add(one)
     while len(one.tokens) < one.max_length:
         batch.step()
@@ -304,7 +304,7 @@ def finish(batch: Batch, one: Request) -> None:
 
 
 def start_of(batch: Batch, prompt: list[int], max_tokens: int = 8) -> int:
-    """The first row that is computed of a request that comes now, and runs."""
+    """Run a step of a new request; return its first computed row."""
     one = request(prompt=prompt, max_tokens=max_tokens)
     batch.add(one)
     (work,) = [work for work in batch.schedule() if work.request is one]
@@ -368,10 +368,10 @@ def test_rows_of_refused_drafts_are_never_found(last, steps):
     batch = Batch(prefix_caching=True)
     (one,) = batch.start(BLOCK_SIZE - 2)
     give_drafts(one, [5, 6, 7])
-    batch.run(batch.schedule(), num_accepted=0)  # rows of drafts have filled the block
+    batch.run(batch.schedule(), num_accepted=0)  # draft rows fill the block
     assert one.tokens == [*range(BLOCK_SIZE - 2), 99, 99]
     for _ in range(steps):
-        batch.step()  # the row of the drawn token has taken the draft's place
+        batch.step()  # the drawn token's row overwrites the draft's
     assert start_of(batch, [*range(BLOCK_SIZE - 2), 99, last, 1]) == (BLOCK_SIZE if steps and last == 99 else 0)
 
 
@@ -380,7 +380,7 @@ def test_tokens_cut_off_at_the_end_are_not_found():
     (one,) = batch.start(BLOCK_SIZE - 2)
     give_drafts(one, [5, 6, 7])
     batch.run(batch.schedule(), num_accepted=3)
-    del one.tokens[BLOCK_SIZE - 1 :]  # a stop token was the first drawn
+    del one.tokens[BLOCK_SIZE - 1 :]  # the first drawn token was a stop token
     batch.scheduler.remove(one)
     assert start_of(batch, [*range(BLOCK_SIZE - 2), 99, 5, 6, 7]) == 0
 

@@ -1,4 +1,4 @@
-"""Preempted requests are computed again, and the invariants hold under random arrivals."""
+"""Preemption and recomputation of requests, and invariants under random arrivals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifier_service.core.request import Request
 
 
 def fill(batch: Batch, *lengths: int) -> list[Request]:
-    """Requests whose next rows all need a new block, in a cache that has no other."""
+    """Start requests that each need a new block next, in a cache with one free block too few."""
     requests = batch.start(*(length * BLOCK_SIZE for length in lengths))
     assert batch.cache.num_free == len(lengths) - 1
     return requests
@@ -46,11 +46,11 @@ def test_the_last_in_order_of_priority_is_preempted(priorities):
 
 
 def test_a_request_whose_draw_a_drafter_sees_keeps_its_blocks():
-    """Drawn anew with the same noise, its tokens could be biased by whoever has seen them."""
+    """A drafter that has seen the draw could bias a second draw with the same noise."""
     batch = Batch(blocks=6)
     first, second, third = fill(batch, 1, 1, 2)
     third.num_in_flight, third.is_announced = 1, True
-    assert batch.cache.allocate(1)  # one is left, for two
+    assert batch.cache.allocate(1)  # one block is left for two requests
     assert batch.step() == [first]
     assert batch.preempted == [second]
     assert batch.running == [first, third]
@@ -143,7 +143,7 @@ def test_a_request_of_full_length_alone_always_goes_on():
 
 @pytest.mark.parametrize("chosen", [0, 4])
 def test_the_room_of_drafts_ignores_the_choice_for_others(chosen):
-    """Requests of one seed have equal drafts: the choice for one may depend on the value of the other's first draft."""
+    """Requests with one seed have equal drafts, so the choice for one could depend on another's draft values."""
     batch = Batch(blocks=3)
     first, second = batch.start(BLOCK_SIZE - 2, BLOCK_SIZE - 2)
     for one in (first, second):
@@ -153,7 +153,7 @@ def test_the_room_of_drafts_ignores_the_choice_for_others(chosen):
 
 
 class Chance:
-    """Requests that come, wait for drafts, decode, are cancelled and end, as a seeded generator wants it."""
+    """Requests that arrive, wait for drafts, decode, are cancelled and end, by a seeded generator."""
 
     def __init__(self, seed: int, prefix_caching: bool) -> None:
         self.random = random.Random(seed)
@@ -166,8 +166,8 @@ class Chance:
             max_prefill_rows=self.random.choice([7, 40, 200]),
             prefix_caching=prefix_caching,
         )
-        self.order: list[Request] = []  # those that have not ended, as they came
-        self.rows: dict[int, tuple[int, ...]] = {}  # slot: the tokens up to that of the row that was written to it
+        self.order: list[Request] = []  # requests that have not ended, in order of arrival
+        self.rows: dict[int, tuple[int, ...]] = {}  # by slot: all tokens up to that of the last written row
 
     def arrive(self) -> None:
         length = self.random.randint(1, self.longest // 2)
@@ -195,7 +195,7 @@ class Chance:
                 self.batch.scheduler.remove(one, has_failed=self.random.random() < 0.1)
 
     def write(self, work: ScheduledRows) -> None:
-        """The rows of `work` are written to the cache."""
+        """Record that the rows of `work` are written to the cache."""
         tokens = [*work.request.tokens[: work.start], *work.tokens]
         for row in range(work.start, len(tokens)):
             self.rows[self.slot(work.request, row)] = tuple(tokens[: row + 1])
@@ -204,7 +204,7 @@ class Chance:
         return one.blocks[row // BLOCK_SIZE] * BLOCK_SIZE + row % BLOCK_SIZE
 
     def check_blocks(self) -> None:
-        """Requests are served in order, and a block has several users only where they share computed rows."""
+        """Check that requests are served in order, and share only blocks of computed rows."""
         batch = self.batch
         assert [*batch.running, *batch.waiting] == self.order
         assert len(batch.running) <= batch.max_num_seqs
@@ -222,7 +222,7 @@ class Chance:
             assert rows == [tuple(one.tokens[: row + 1]) for row in range(one.num_computed)]
 
     def check_rows(self, works: list[ScheduledRows], waits: set[Request]) -> None:
-        """Works are the next rows of running requests, fit into their blocks, and include the oldest's."""
+        """Check that `works` are the next rows of running requests, fit their blocks and include the oldest request."""
         batch = self.batch
         assert len({work.request for work in works}) == len(works)
         for work in works:

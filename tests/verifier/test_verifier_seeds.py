@@ -1,4 +1,4 @@
-"""Outputs do not depend on drafts, company, pacing or preemption."""
+"""Outputs do not depend on drafts, other requests, pacing or preemption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUPLED = {"rejection_sample_method": "coupled"}
 
 
 def outputs(own: Served, **options: Any) -> tuple[list[list[int]], list[Request]]:
-    """The tokens of all seeded requests at once, and the requests."""
+    """Run all seeded requests at once; return their tokens and the requests."""
     options = {"max_tokens": LENGTH, "temperature": 0.9, **options}
     made = [own.submit(prompt, keys=100 * i, seed=i, **options) for i, prompt in enumerate(PROMPTS)]
     tokens = own.run(*made)
@@ -52,7 +52,7 @@ def expected(target: Target) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def favourites(expected: list[list[int]]) -> list[int]:
-    """The most frequent tokens: drafts that are accepted now and then."""
+    """The most frequent tokens: as drafts, some of them are accepted."""
     counts = Counter(token for tokens in expected for token in tokens)
     return [token for token, _ in counts.most_common(2 * K)]
 
@@ -85,7 +85,7 @@ def test_drafts_change_no_token(config, target, expected, favourites):
     ids=str,
 )
 def test_the_number_of_drafts_changes_no_token(options, target, expected, favourites):
-    """Also where pacing chooses it, and where drafts are late."""
+    """The cases include pacing and late drafts."""
     limits = {name: value for name, value in options.items() if name != "k"}
     own = Served(target, **limits)
     connect(own, favourites)
@@ -120,7 +120,7 @@ def test_the_death_of_a_drafter_changes_no_token(target, expected, favourites):
 
 @pytest.mark.full
 def test_a_number_of_drafts_that_jumps_changes_no_token(target, expected, favourites, monkeypatch):
-    """From step to step between none and all, the drafter given up and taken up again."""
+    """At each step the number is a random one from 0 to K; sequences are closed at the drafter and opened again."""
     draw = random.Random(0)
     monkeypatch.setattr(placement, "MAX_PAUSED_ROWS", 0)
     monkeypatch.setattr(DraftingPolicy, "count", lambda policy, _: policy.pin(draw.randrange(K + 1)))
@@ -130,7 +130,7 @@ def test_a_number_of_drafts_that_jumps_changes_no_token(target, expected, favour
     assert found == expected
     assert_drafts_decided(made)
     assert {wanted for step in stream.steps for wanted in step.num_drafts} == set(range(K + 1))
-    assert any(step.closed_ids for step in stream.steps[:-1])  # given up on the way
+    assert any(step.closed_ids for step in stream.steps[:-1])  # sequences were closed before the end
 
 
 @pytest.mark.full
@@ -149,7 +149,7 @@ def one_hot_test(*batch: Any, **options: Any) -> RejectionResult:
 
 
 def noise_of_the_last_position(*batch: Any, **options: Any) -> RejectionResult:
-    """The noise of each row is that of a position further on, by the number of drafts."""
+    """Sample each request with the noise of its position plus its number of drafts."""
     *rows, position = batch
     return rejection_sample(*rows, position + batch[2].diff() - 1, **options)
 
@@ -169,7 +169,7 @@ def test_a_law_that_knows_of_drafts_is_found_out(
 
 
 LONG_PROMPTS = [[(3 * i + j * j) % VOCAB for j in range(1 + 3 * i)] for i in range(8)]
-# No token may come from a draft where the output depends on which step got drafts; see the seeded tests of the system.
+# A case whose output depends on which steps have drafts has no drafts; see the seeded tests of the system.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({}, {}),
     "greedy with penalties": ({}, {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": -0.4}),
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def long_outputs(
     target: Target, config: dict[str, Any], options: dict[str, Any], num_blocks: int, prefix_caching: bool
 ) -> tuple[Any, int]:
-    """What eight long requests say that arrive at once, and how often one of them was preempted."""
+    """Return the outputs of eight long simultaneous requests, and the number of preemptions."""
     own = Served(target, config, num_blocks=num_blocks + 1, max_prefill_rows=20, prefix_caching=prefix_caching)
     stream = own.connect()
     requests = [

@@ -1,4 +1,4 @@
-"""The engine's counters: every second of its thread lands in one phase, waits are split between drafter and wire."""
+"""The engine's counters: each second of its thread is in one phase; waits are split between drafter and wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verifier_service.core.step_times import Phase, StepMarks, StepTimes
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """A clock that tests move by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -31,7 +31,7 @@ class Scene:
         self.clock.now += seconds
 
     def step(self, waited: float, computed: float) -> None:
-        """A step that waited for drafts which took the drafter `computed` seconds."""
+        """Run a step that waits for drafts, which the drafter computes in `computed` seconds."""
         self.spend(Phase.WAIT, waited)
         self.times.enter(Phase.HOST)
         self.times.count_answer(computed)
@@ -55,7 +55,7 @@ def test_every_second_belongs_to_one_phase(scene):
     scene.spend(Phase.HOST, 1)
     scene.spend(Phase.VERIFY, 4)
     scene.spend(Phase.SAMPLE, 2)
-    assert times_of(scene) == {"idle_s": 50}  # until it has ended
+    assert times_of(scene) == {"idle_s": 50}  # the step counts when it ends
     assert scene.times.end_step() == (6, 1)
     assert times_of(scene) == {"idle_s": 50, "host_s": 1, "verify_s": 4, "sample_s": 2}
 
@@ -73,7 +73,7 @@ def test_drafts_computed_while_nobody_waited_cost_no_time(scene):
 
 def test_the_threads_work_during_drafting_is_the_drafters_time(scene):
     scene.times.end_step()
-    scene.spend(Phase.HOST, 2)  # one for the message, and another that the drafter computes
+    scene.spend(Phase.HOST, 2)  # one second for the message, and one while the drafter computes
     scene.spend(Phase.WAIT, 1)
     scene.times.enter(Phase.HOST)
     scene.times.count_answer(2)
@@ -102,7 +102,7 @@ def test_early_drafts_took_what_the_last_such_answer_reports(scene):
         scene.spend(Phase.VERIFY, 0)
         scene.spend(Phase.SAMPLE, 4)
         scene.times.end_step()
-    assert times_of(scene) == {"draft_s": 2.5, "sample_s": 12, "host_s": 2.5}  # nothing is known of the first ones
+    assert times_of(scene) == {"draft_s": 2.5, "sample_s": 12, "host_s": 2.5}  # the first drafts' time was unknown
 
 
 def test_each_step_is_split_by_its_own_answers(scene):
@@ -140,7 +140,7 @@ def test_the_histogram_has_each_step_in_every_phase(scene):
 
 
 class Mark:
-    """An event that a GPU has passed at a time in seconds."""
+    """A GPU event that was passed at a time in seconds."""
 
     def __init__(self, passed: float) -> None:
         self.passed = passed
@@ -151,11 +151,11 @@ class Mark:
 
 def test_on_a_gpu_the_host_has_the_devices_idle_time(scene):
     scene.spend(Phase.HOST, 2)
-    scene.spend(Phase.VERIFY, 1)  # launched, and computed while the host goes on
+    scene.spend(Phase.VERIFY, 1)  # launched; the GPU computes while the host continues
     scene.spend(Phase.SAMPLE, 6)
     assert scene.times.end_step(StepMarks(*map(Mark, (10.0, 15.5, 16.0)))) == (6.0, 3.0)
     assert times_of(scene) == {"verify_s": 5.5, "sample_s": 0.5, "host_s": 3.0}
-    scene.spend(Phase.HOST, 1)  # the next one was computed ahead, mostly before the last one's tokens were taken
+    scene.spend(Phase.HOST, 1)  # the next step was computed ahead, mostly before the host took the last step's tokens
     scene.times.end_step(StepMarks(*map(Mark, (16.0, 21.5, 22.0))))
     assert times_of(scene) == {"verify_s": 6.5, "sample_s": 0.5, "host_s": 3.0}
 
@@ -191,7 +191,7 @@ def test_a_bucket_has_the_steps_up_to_its_bound_the_last_all():
 
 @pytest.mark.parametrize("late", [0.0, 2.5])
 def test_a_step_that_is_counted_late_has_no_time_of_the_next_one(scene, late):
-    """Which has begun by then: every other step is counted `late` seconds after that."""
+    """Every other step is counted `late` seconds after the next step has begun."""
     for i in range(4):
         begin = scene.clock.now + 1
         scene.spend(Phase.WAIT, 0.75)

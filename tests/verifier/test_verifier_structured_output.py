@@ -1,4 +1,4 @@
-"""Structured output in the engine: with and without drafts, ahead of tokens, after preemption, and when it fails."""
+"""Structured output in the engine: with and without drafts and async scheduling, after preemption, and on errors."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PROMPTS = [[(3 * i + j * j) % VOCAB for j in range(1 + 3 * i)] for i in range(6)
 
 
 def structured(prompt: list[int], output: dict[str, Any], *, max_tokens: int = 30, **options: Any) -> Request:
-    """A request whose output ends with the token END."""
+    """Return a request whose output ends with the token END."""
     request = make_request(prompt, max_tokens=max_tokens, stop_token_ids=[END], **options)
     request.grammar = matcher_of(output, min_tokens=options.get("min_tokens", 0))
     return request
 
 
 def outputs(target: Target, *, drafts: bool, limits: dict[str, Any] | None = None, **options: Any) -> Any:
-    """What requests say, every second of them with structured output, and the engine."""
+    """Return the outputs of requests, every other one structured, the requests and the engine."""
     own = Served(target, **(limits or {}))
     if drafts:
-        # Some of them in the grammar, others not.
+        # Some drafts are in the grammar, some are not.
         own.connect_with(lambda step: [[6, 8, 0], [10, 7, 6], [0, 1, 2], [17, 11, 12]][step.step_id % 4])
     requests = []
     for i, prompt in enumerate(PROMPTS):
@@ -46,7 +46,7 @@ def outputs(target: Target, *, drafts: bool, limits: dict[str, Any] | None = Non
 
 
 def follows_the_regex(tokens: list[int]) -> bool:
-    """Whether an output is complete, or the beginning of a text that was cut at its length."""
+    """Return whether an output matches REGEX or, if it was cut at its length, begins a match."""
     if tokens[-1] == END:
         return re.fullmatch(REGEX, text_of(tokens)) is not None
     return matcher_of({"regex": REGEX}).num_verified(tokens, has_logits=False) == len(tokens)

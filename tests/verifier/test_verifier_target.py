@@ -1,4 +1,4 @@
-"""Targets: logits and features of transformers' own models, refusals at load, and compiled code."""
+"""Targets: logits and features against transformers' models, refusals at load, and compiled code."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ LATENT = LATENT_SIZES | {
     "n_group": 2,
     "topk_group": 1,
 }
-# Off for attention, but not for the mask.
+# The window is off for attention, but not for the mask.
 WINDOWS = {"use_sliding_window": False, "sliding_window": 6, "layer_types": NUM_LAYERS * ["sliding_attention"]}
 GEMMA3N = {"head_dim": 16, "num_kv_shared_layers": 0, "laurel_rank": 4, "hidden_size_per_layer_input": 8}
 GEMMA3N |= {"vocab_size_per_layer_input": 90, "activation_sparsity_pattern": None}
@@ -107,7 +107,7 @@ EXPERTS = {"mixtral", "deepseek_v3"}
 
 @pytest.fixture
 def fresh_compiler() -> None:
-    """Without the code of models before: torch keeps that of eight in a process, and refuses the next."""
+    """Drop the compiled code of earlier models: torch accepts at most eight models per process."""
     torch.compiler.reset()
 
 
@@ -122,7 +122,7 @@ def load(directory: Path, device: torch.device = CPU, **options: Any) -> Target:
 
 
 class Served:
-    """A target with a cache, and sequences that are given to it bit by bit."""
+    """A target with a cache, and sequences that run in pieces."""
 
     def __init__(self, target: Target, lengths: list[int]) -> None:
         self.target = target
@@ -135,7 +135,7 @@ class Served:
         self._blocks = [pool.allocate(blocks_for(length)) or [] for length in lengths]
 
     def step(self, pieces: list[tuple[int, int, int]], layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and features of rows start .. start + count - 1 of each (sequence, start, count)."""
+        """Return logits and features of rows start .. start + count - 1 of each (sequence, start, count)."""
         step = ForwardInput(
             np.concatenate([self.tokens[i][start : start + count] for i, start, count in pieces]),
             np.concatenate([np.arange(start, start + count) for _, start, count in pieces]),
@@ -151,7 +151,7 @@ class Served:
 @pytest.mark.usefixtures("fresh_compiler")
 @torch.inference_mode()
 def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
-    """On a GPU compiled, and as CUDA graphs."""
+    """On a GPU the model is compiled and runs as CUDA graphs."""
     directory = save(CONFIGS[name], tmp_path / name)
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
@@ -171,7 +171,7 @@ def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
     steps = [
         [(0, 0, 12), (1, 0, 9)],
         [(2, 0, 20), (0, 12, 1)],
-        [(0, 13, 8), (2, 20, 1)],  # rows 16 .. are drafts that are refused: they come again
+        [(0, 13, 8), (2, 20, 1)],  # rows from 16 on are rejected drafts, which run again
         [(0, 16, 14)],
     ]
     for pieces in steps:
@@ -187,7 +187,7 @@ def test_logits_and_features_are_those_of_transformers(name, device, tmp_path):
 def test_forward_pass_is_compiled_once_for_steps_of_any_size(name, tmp_path):
     directory = save(CONFIGS[name], tmp_path / name)
     eager, compiled = (Served(load(directory), [30, 9, 21]) for _ in range(2))
-    compiled.target.compile(backend="eager")  # its tracing and guards, without code of its own
+    compiled.target.compile(backend="eager")  # tracing and guards only
     with torch._dynamo.config.patch(error_on_recompile=True):
         for pieces in ([(0, 0, 16)], [(1, 0, 9), (2, 0, 20)], [(0, 16, 1), (2, 20, 1)], [(0, 17, 8), (1, 4, 2)]):
             for output, expected in zip(compiled.step(pieces, [1, 3]), eager.step(pieces, [1, 3]), strict=True):
@@ -271,7 +271,7 @@ def test_checkpoints_that_are_missing_or_wrong_are_refused(tmp_path):
 
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# A product of matrices is none of inductor's own kernels: no C++ compiler is needed.
+# Inductor generates no kernel for a matrix product, so no C++ compiler is needed.
 COMPILE = """
 import sys
 import torch
@@ -292,7 +292,7 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 def output_of(code: str, *arguments: str, **variables: str) -> str:
-    """Return the output of a Python process with these environment variables, without the one that torch reads."""
+    """Return the output of a Python process with these environment variables and without VARIABLE."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, check=True)
@@ -343,5 +343,5 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path: Path) -> N
 
 
 def test_a_start_without_settings_compiles_into_the_users_cache(tmp_path: Path) -> None:
-    """Whatever torch and transformers set when they are imported."""
+    """Settings that torch and transformers make at import do not matter."""
     assert output_of(START, XDG_CACHE_HOME=str(tmp_path)) == str(tmp_path / "draftwire" / "compile")

@@ -123,7 +123,7 @@ BUCKET = Bucket(num_sequences=1, max_rows=2, num_rows=2, num_logit_rows=2)
 
 
 class EndedCapture:
-    """Of a graph that an error has ended."""
+    """A CUDA graph whose capture was ended by an error."""
 
     def __init__(self) -> None:
         self.is_capturing = False
@@ -176,7 +176,7 @@ CPU = torch.device("cpu")
 
 
 class Waits:
-    """What a driver was asked for: (address, value)."""
+    """A driver that records requested waits as (address, value)."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -215,14 +215,14 @@ def test_an_unreleased_stream_continues_and_its_result_is_unused(monkeypatch):
     assert word(hold) == waits.asked[0][1]
     assert not hold.release(lambda: written.append(1))
     assert written == []
-    hold.stop()  # and the next one is held again
+    hold.stop()  # the next pass is held again
     assert word(hold) != waits.asked[1][1]
     assert hold.release(lambda: None)
 
 
 def test_a_driver_that_cannot_wait_says_so():
     class Library:
-        """All functions succeed but for one."""
+        """A driver library in which only `cuStreamWaitValue32_v2` fails."""
 
         def __getattr__(self, name: str) -> object:
             def function(*_: object) -> int:

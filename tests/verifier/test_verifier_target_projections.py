@@ -1,4 +1,4 @@
-"""Projections merged after load: what is merged, and that the model computes what it did with no weight kept twice."""
+"""Projections merged after load: which are merged, with unchanged results and no weight kept twice."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_no_weight_is_kept_twice(monkeypatch):
 
     monkeypatch.setattr(target_projections, "MergedProjection", Watched)
     merge_projections(groups)
-    # While a group is merged, the weights of those before it are gone.
+    # While a group is merged, the weights of earlier groups are freed.
     assert alive == [[False] * done + [True] * (len(groups) - done) for done in range(len(groups))]
     assert all(ref() is None for refs in weights for ref in refs)
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
 class Mixed(nn.Module):
-    """Layers of which a and b alone can be one product."""
+    """Layers of which only a and b can be merged."""
 
     def __init__(self, **replaced: nn.Module) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Mixed(nn.Module):
 
 
 class LinearOfSomeone(nn.Linear):
-    """A layer with its own way of computing."""
+    """A subclass, which may compute something else."""
 
 
 def with_hook() -> nn.Linear:

@@ -1,4 +1,4 @@
-"""Steps through the runner: eager on a CPU, and as graphs that are played there; on a GPU as CUDA graphs."""
+"""Steps of the runner: eager on a CPU, as emulated graphs on a CPU, and as CUDA graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 def play_graph(
     target: Target, runner: TargetRunner, inputs: GraphInputs, bucket: Bucket, memory: list[torch.Tensor]
 ) -> StepGraph:
-    """Return a graph that computes from the memory that a graph reads.
+    """Return an emulated graph that reads its inputs from the buffers of a CUDA graph.
 
-    The results of all graphs lie in one memory, which each replay overwrites.
+    All graphs share the memory of results, which each replay overwrites.
     """
     token_ids, positions, logit_rows, batch = inputs.padding(bucket)
 
     def replay() -> TargetOutput:
         for tensor in memory:
             tensor.fill_(torch.nan)
-        # Made anew, because a CPU reads the numbers once.
+        # Created for each replay, because a batch on the CPU reads its values only once.
         now = RaggedBatch.from_tensors(
             *(batch.slot_mapping, batch.cu_rows, batch.lengths, batch.block_tables),
             max_rows=batch.max_rows,
@@ -56,7 +56,7 @@ def play_graph(
 
 @torch.inference_mode()
 def play_graphs(target: Target, runner: TargetRunner) -> None:
-    """Let a runner compute every step by the graph that a GPU would use."""
+    """Have a runner compute each step with an emulation of the graph that a GPU would use."""
     memory: list[torch.Tensor] = []
     for buckets in (runner.buckets.with_prompts, runner.buckets.decoding):
         inputs = GraphInputs(buckets, runner.max_blocks, torch.device("cpu"))
@@ -65,7 +65,7 @@ def play_graphs(target: Target, runner: TargetRunner) -> None:
 
 @pytest.fixture(scope="module", params=["cpu", "played", GPU])
 def kind(request) -> str:
-    """What computes."""
+    """How steps run: eager on the CPU, as emulated graphs on the CPU, or on a GPU."""
     return request.param
 
 
@@ -74,7 +74,7 @@ def target(kind) -> Target:
     device = torch.device("cuda" if kind == "cuda" else "cpu")
     target = load_target(DEMO, "demo", torch.float32, device, max_model_len=CONTEXT)
     if device.type == "cuda":
-        torch.compiler.reset()  # torch keeps the code of eight models in a process, and refuses the next
+        torch.compiler.reset()  # torch accepts at most eight models per process
         target.compile()
     return target
 
@@ -97,13 +97,13 @@ def model(target) -> Any:
 
 @pytest.fixture
 def no_recompilation():
-    """An error where anything is compiled anew."""
+    """Raise an error if anything is compiled again."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
 
 
 class Sequence:
-    """A sequence of tokens with its blocks, and how many of its rows are in the cache."""
+    """Tokens with their blocks and the number of rows in the cache."""
 
     def __init__(self, tokens: list[int], pool: BlockPool) -> None:
         blocks = pool.allocate(blocks_for(CONTEXT))
@@ -112,7 +112,7 @@ class Sequence:
 
 
 def step_of(pieces: list[tuple[Sequence, list[int]]], logit_rows: list[int] | None = None) -> ForwardInput:
-    """Return a step of these tokens behind the computed ones, with logits of every row, or of `logit_rows`."""
+    """Return a step of these tokens after the computed ones, with logits of every row, or of `logit_rows`."""
     num_rows = sum(len(tokens) for _, tokens in pieces)
     return ForwardInput(
         np.concatenate([np.array(tokens, np.int64) for _, tokens in pieces]),
@@ -123,7 +123,7 @@ def step_of(pieces: list[tuple[Sequence, list[int]]], logit_rows: list[int] | No
 
 
 def run(runner: TargetRunner, pieces: list[tuple[Sequence, list[int]]], *, all_logits: bool = True) -> ForwardOutput:
-    """Run these tokens behind the computed ones; return logits of every row, or of each piece's last."""
+    """Run these tokens after the computed ones; return logits of every row, or of each piece's last."""
     lasts = np.cumsum([len(tokens) for _, tokens in pieces]) - 1
     return runner.run(step_of(pieces, None if all_logits else lasts.tolist()))
 
@@ -134,7 +134,7 @@ def prompts(count: int, *lengths: int) -> list[list[int]]:
 
 
 def prompted(runner: TargetRunner, count: int) -> list[Sequence]:
-    """Sequences whose prompts have run."""
+    """Return sequences whose prompts have run."""
     pool = BlockPool(200)
     sequences = [Sequence(prompt, pool) for prompt in prompts(count, 9, 30)]
     run(runner, [(s, s.tokens) for s in sequences])
@@ -146,7 +146,7 @@ def prompted(runner: TargetRunner, count: int) -> list[Sequence]:
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_greedy_output_through_ragged_steps_matches_transformers(model, runner):
-    """Prompts in one step, then drafts of which some are right, in batches that shrink as sequences end."""
+    """Prompts run in one step, then drafts of which some are correct, in batches that shrink as sequences end."""
     rng = random.Random(1)
     pool = BlockPool(200)
     sequences = [Sequence(prompt, pool) for prompt in prompts(MAX_NUM_SEQS, 1, 30, 7, 60)]
@@ -201,7 +201,7 @@ def test_a_steps_logits_and_features_are_each_sequences_alone(model, target, run
     for sequence, start in zip(sequences, starts, strict=True):
         sequence.num_computed = start
     layers = [2, 3, target.num_layers]
-    for _ in range(2):  # whatever lay in a graph's memory before
+    for _ in range(2):  # independent of earlier contents of a graph's memory
         output = run(runner, [(s, s.tokens[start:]) for s, start in zip(sequences, starts, strict=True)])
         begin = 0
         for sequence, start, count in zip(sequences, starts, counts, strict=True):
@@ -228,7 +228,7 @@ def test_steps_with_prompts_are_graphs_with_compiled_kernels(target, runner, mon
     def count_forms() -> int:
         return sum(len(forms) for kernel in kernels for forms, *_ in kernel.device_caches.values())
 
-    monkeypatch.setattr(target, "forward", None)  # which a graph does without
+    monkeypatch.setattr(target, "forward", None)  # graphs do not call it
     rng = random.Random(5)
     before = count_forms()
     assert before > 0
@@ -249,7 +249,7 @@ def test_steps_with_prompts_are_graphs_with_compiled_kernels(target, runner, mon
 @pytest.mark.usefixtures("no_recompilation")
 @torch.inference_mode()
 def test_steps_with_prompts_and_drafts_equal_sequences_alone(model, target, runner):
-    """Prompts in several pieces, whose last rows alone have logits, as all rows of those that decode have."""
+    """Prompts run in pieces with logits of the last row only; decoding sequences have logits of all rows."""
     pool = BlockPool(200)
     sequences = [Sequence(prompt, pool) for prompt in prompts(MAX_NUM_SEQS, 200, 33, 64, 90)]
     alone = [
@@ -290,7 +290,7 @@ def test_steps_with_prompts_and_drafts_equal_sequences_alone(model, target, runn
 
 @torch.inference_mode()
 def test_logits_come_for_the_rows_asked_for(runner):
-    """Whether the step decodes or holds a prompt, and for no row as well."""
+    """For steps that decode, for steps with a prompt, and for no rows."""
     pool = BlockPool(200)
     for length in (5, 40):
         sequence = Sequence(prompts(1, length)[0], pool)
@@ -329,7 +329,7 @@ def test_a_held_step_computes_what_it_computes_at_once(runner, count):
 @pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS])
 @torch.inference_mode()
 def test_a_held_step_may_be_told_its_rows_when_it_starts(runner, count):
-    """Fewer than it was launched for, of each sequence."""
+    """Each sequence may have fewer rows than the step was launched with."""
     sequences = prompted(runner, count)
     rng = random.Random(count)
     rows = [[rng.randrange(5, VOCAB_SIZE) for _ in range(1 + rng.randrange(K + 1))] for _ in sequences]

@@ -1,4 +1,4 @@
-"""A target split over ranks computes what the whole one does; what cannot be split is refused by name."""
+"""A target split over ranks gives the results of the whole target; parts that cannot be split are refused by name."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ pytestmark = pytest.mark.xdist_group("tensor_parallel")
 CPU = torch.device("cpu")
 SIZE = 2
 CONTEXT = 2048
-MAX_PREFILL_ROWS = 20  # of every rank: on GPUs all capture the same graphs
-VOCAB = 21  # odd, so that the ranks' parts are not of one size
+MAX_PREFILL_ROWS = 20  # equal for all ranks, which capture the same graphs on GPUs
+VOCAB = 21  # odd, so that the ranks' parts differ in size
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -81,7 +81,7 @@ CONFIGS = {
     "gemma2": Gemma2Config(**COMMON),
     "gemma3": Gemma3TextConfig(**COMMON),
 }
-# Fewer KV heads in layers without a window.
+# Layers without a window have fewer KV heads.
 GEMMA4 = COMMON | {
     "num_hidden_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"],
@@ -95,7 +95,7 @@ GEMMA4 = COMMON | {
 
 
 class Exchange:
-    """The collectives of ranks that are threads."""
+    """Collectives of ranks that run as threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._barrier = threading.Barrier(SIZE, timeout=30)
@@ -150,7 +150,7 @@ def test_a_split_model_computes_what_the_whole_one_does(name, monkeypatch):
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> VerifierOptions:
-    """A Llama of random weights on disk."""
+    """Options for a Llama of random weights on disk."""
     directory = tmp_path_factory.mktemp("target")
     torch.manual_seed(1)
     LlamaForCausalLM(PLAIN).save_pretrained(directory)
@@ -174,7 +174,7 @@ def workers(options) -> Iterator[Workers]:
 
 @pytest.fixture(scope="module")
 def split(options, workers) -> Target:
-    """Rank 0's part; the other's is in its process."""
+    """Rank 0's part of the target. Rank 1's part is in its own process."""
     config = parse_speculative_config(options.speculative_config)
     return start_target(options, config, CPU, workers.rank)[0]
 
@@ -195,7 +195,7 @@ def test_ranks_have_their_own_heads_and_the_whole_vocabulary(whole, split):
 def test_features_and_logits_are_those_of_one_rank(whole, split, workers):
     rng = np.random.default_rng(0)
     steps = []
-    # Steps that read what the one before wrote; the first is longer than one message.
+    # Steps that share cached rows; the first is longer than one message.
     for start, counts in ((0, (1500, 3)), (0, (0, 0, 5)), (0, (0, 2))):
         rows = [
             SequenceRows(range(1 + 100 * index, 101 + 100 * index), start, count)
@@ -227,7 +227,7 @@ PROMPTS = [*([*PREFIX, i, 2 * i] for i in range(4)), *([i, 7] for i in range(4))
 
 
 class Outputs(NamedTuple):
-    """What requests say, how many drafts of each were verified, and what the engine counted."""
+    """Output tokens and number of verified drafts per request, and the engine's counters."""
 
     tokens: list[list[int]]
     drafted: list[int]
@@ -235,7 +235,7 @@ class Outputs(NamedTuple):
 
 
 def outputs(target: Target, workers: Workers | None = None) -> Outputs:
-    """Of eight requests that have too little cache, one after the first, the others at once."""
+    """Return the outputs of eight requests in a cache too small for all: the first alone, then the others at once."""
     own = Served(target, workers=workers, num_blocks=14, max_prefill_rows=MAX_PREFILL_ROWS)
     own.connect([5, 6, 7])
     with own:
@@ -247,7 +247,7 @@ def outputs(target: Target, workers: Workers | None = None) -> Outputs:
 
 
 def check_outputs(expected: Outputs, found: Outputs) -> None:
-    """The tokens are those expected, and came with drafts, prefix reuse and preemption."""
+    """Check that tokens are as expected, and that there were drafts, prefix reuse and preemptions."""
     assert found.tokens == expected.tokens
     assert len(set(map(tuple, found.tokens))) == len(PROMPTS)
     assert found.counters.preemptions > 0
@@ -260,7 +260,7 @@ def test_greedy_tokens_are_those_of_one_rank(whole, split, workers):
 
 
 def outputs_of_both(options: VerifierOptions) -> tuple[Outputs, Outputs]:
-    """Of the whole target and of the split one."""
+    """Return the outputs of the whole target and of the split target."""
     config, device = parse_speculative_config(options.speculative_config), choose_device(options.device)
     expected = outputs(start_target(options, config, device)[0])
     with Workers(options, device) as workers:
@@ -268,7 +268,7 @@ def outputs_of_both(options: VerifierOptions) -> tuple[Outputs, Outputs]:
 
 
 def send_outputs_of_both(options: VerifierOptions, connection: Connection) -> None:
-    """Ends the process as `Workers.close` says."""
+    """Send the outputs, and end this process by `os._exit` as `Workers.close` requires."""
     try:
         connection.send(outputs_of_both(options))
     finally:
@@ -278,7 +278,7 @@ def send_outputs_of_both(options: VerifierOptions, connection: Connection) -> No
 @pytest.mark.gpu(2)
 @pytest.mark.timeout(600)
 def test_greedy_tokens_of_two_gpus_are_those_of_one(options):
-    """In a process of its own: a process joins one group of ranks, and has to end after one that has GPUs."""
+    """The ranks run in a new process: a process joins only one group, and must end after a group with GPUs."""
     context = multiprocessing.get_context("spawn")
     received, sent = context.Pipe(duplex=False)
     on_gpus = replace(options, device="cuda:0", dtype="float32")
@@ -295,7 +295,7 @@ def test_accepted_drafts_leave_the_right_rows_in_every_rank(whole, split, worker
     own = Served(split, workers=workers)
 
     def continuation(step: pb.DraftStep) -> list[int]:
-        """Right drafts, but for every third step."""
+        """Return correct drafts, except at every third step."""
         _, first, rows = rows_of(step)[0]
         begin = first + rows + 1 - len(PREFIX)
         drafts = expected[begin : begin + K] + [0] * K

@@ -1,4 +1,4 @@
-"""vllm.grpc.engine.VllmEngine over a tiny target: what gateways call."""
+"""The calls of gateways to vllm.grpc.engine.VllmEngine, over a tiny target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from draftwire.v1.generate_pb2_grpc import GenerationStub
 from verifier_service.api.preparation import RequestRules
 from verifier_service.core.request import Request
 
-# Tokens of an output that takes the tiny target a while.
+# Output tokens that take the tiny target a while.
 LONG = 240
 
 
@@ -84,9 +84,9 @@ async def test_abort_ends_a_request_and_frees_its_place():
 
 @play
 async def test_abort_ends_a_request_whose_client_does_not_read():
-    """Its place is free at once; the client gets the end when it reads."""
+    """The request's slot is free at once; the client gets the last message when it reads."""
     scene = served(behind_socket=False)
-    # A window that a few messages fill, and that does not grow.
+    # A window of constant size that a few messages fill.
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     async with calling(scene) as (stub, _), grpc.aio.insecure_channel(scene.address, window) as slow:
         call = VllmEngineStub(slow).Generate(request(name="one", logprobs=15, max_tokens=MAX_TOKENS))
@@ -104,7 +104,7 @@ async def test_abort_ends_a_request_whose_client_does_not_read():
 @pytest.mark.parametrize("is_async", [False, True])
 @play
 async def test_dropped_streams_are_in_one_more_step_at_most(is_async, monkeypatch):
-    """The engine counts a step when it begins, so a step that runs when the engine is told is counted already."""
+    """The engine counts a step when it begins, so a step that runs at the time of the cancel is already counted."""
     scene = served(behind_socket=False, is_async=is_async)
     engine = scene.host.engine
     cancel, steps_when_told = engine.cancel, []
@@ -158,7 +158,7 @@ async def test_model_and_server_are_described_and_the_tokenizer_comes(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))
     (tmp_path / "tokenizer.json").write_text("{}")
     scene = served(behind_socket=False, directory=tmp_path)
-    # Those of --generation-config, which may be of another file.
+    # The defaults of --generation-config, which may be another file.
     scene.rules = RequestRules(default_sampling_params=build_sampling_params(top_p=0.9, max_tokens=7))
     async with calling(scene) as (stub, _):
         model = await stub.GetModelInfo(vp.GetModelInfoRequest())
@@ -177,7 +177,7 @@ async def test_model_and_server_are_described_and_the_tokenizer_comes(tmp_path):
 
 @play
 async def test_without_sampling_defaults_none_are_described(tmp_path):
-    """As with --generation-config none."""
+    """This is the case with --generation-config none."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))
     async with calling(served(behind_socket=False, directory=tmp_path)) as (stub, _):
@@ -219,7 +219,7 @@ async def test_events_say_what_a_prompt_leaves_and_a_flush_drops(behind_socket):
     async with calling(scene) as (stub, _):
         given = request(max_tokens=2, stream=False)
         given.tokenized.input_ids[:] = prompt
-        await read_all(stub.Generate(given))  # nobody watches: these blocks are forgotten
+        await read_all(stub.Generate(given))  # without a subscriber, these blocks are not recorded
         events = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
         assert (await events.read()).snapshot.count == 1
         (only,) = await read_all(stub.Generate(given))

@@ -1,4 +1,4 @@
-"""Requests and responses between vllm.grpc.engine and draftwire.v1."""
+"""Conversion of requests and responses between vllm.grpc.engine and draftwire.v1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_unset_parameters_are_vllms_defaults():
     params = resolve_sampling_params(read_params())
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1, 0, 0)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
-    assert params.max_tokens == 2**31 - 1  # as far as the context goes
+    assert params.max_tokens == 2**31 - 1  # limited by the context
     assert not any(params.HasField(name) for name in ("seed", "logprobs", "structured_output"))
     assert not read_request(request(), CONTEXT).HasField("truncate_prompt_tokens")
     assert read_params(temperature=0.0).HasField("temperature")
@@ -191,7 +191,7 @@ def test_each_output_has_its_own_chunks_and_end():
     responses += writer.write(last)
     assert [one.chunk.index for one in responses[:3]] == [0, 1, 1]
     assert (responses[3].complete.index, list(responses[3].complete.output_ids)) == (1, [5, 6])
-    (ended,) = writer.aborted()  # the other one goes on
+    (ended,) = writer.aborted()  # the other output continues
     assert (ended.complete.index, list(ended.complete.output_ids)) == (0, [5])
 
 
@@ -206,7 +206,7 @@ def test_ends_without_a_stream_are_in_the_order_of_indices():
 
 
 def prompt_logprobs() -> list[pb.GenerateResponse]:
-    """Of the second and the third token, in two messages."""
+    """Return log probabilities of the second and third token, in two messages."""
     pieces = [
         pb.TokenLogprobs(logprob=-token, token_id=token, top_ids=[token, 9], top_logprobs=[-token, -9])
         for token in (1, 4)
