@@ -19,6 +19,9 @@ from fuzz_steps import CONFIGS, Writer, hello, hostile_step, set_hostile
 from fuzz_steps import seeds as step_seeds
 from fuzz_streams import FindingError, Ledger
 from fuzz_theft import steal
+from fuzz_vllm import SERVICE as VLLM_SERVICE
+from fuzz_vllm import hostile_generate
+from fuzz_vllm import methods as vllm_methods
 from fuzz_world import OWNERS, PATIENCE_S, World
 from outgoing import finish
 
@@ -58,6 +61,7 @@ METHODS: dict[str, list[tuple[str, list[bytes], bool]]] = {
         ("/draftwire.v1.Generation/Nothing", [b""], False),
         ("/grpc.health.v1.Health/Check", [b"", b"\x0a\x18draftwire.v1.Generation"], False),
         ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", [b"\x3a\x00"], True),
+        *vllm_methods(),
     ],
     "drafter": [
         (DRAFT, STEPS, True),
@@ -150,10 +154,9 @@ async def message(world: World, rng: Random) -> Outcomes:
 
 
 async def request(world: World, rng: Random) -> Outcomes:
-    """Play one request with hostile values."""
-    call = world.to_verifier.unary_stream(GENERATE, generate_pb2.GenerateRequest.SerializeToString)(
-        hostile_request(rng), timeout=PATIENCE_S
-    )
+    """Play one request of a client or a gateway with hostile values."""
+    path, hostile = rng.choice(((GENERATE, hostile_request), (f"{VLLM_SERVICE}/Generate", hostile_generate)))
+    call = world.to_verifier.unary_stream(path)(hostile(rng).SerializeToString(), timeout=PATIENCE_S)
     return Counter([await read_all(call)])
 
 

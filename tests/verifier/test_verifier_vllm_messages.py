@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -193,6 +194,15 @@ def test_each_output_has_its_own_chunks_and_end():
     assert (responses[3].complete.index, list(responses[3].complete.output_ids)) == (1, [5, 6])
     (ended,) = writer.aborted()  # the other output continues
     assert (ended.complete.index, list(ended.complete.output_ids)) == (0, [5])
+
+
+def test_an_unchecked_number_of_outputs_takes_no_memory():
+    given = request(n=1_000_000)
+    tracemalloc.start()
+    ResponseWriter(given, PROMPT)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
 
 
 def test_ends_without_a_stream_are_in_the_order_of_indices():

@@ -5,6 +5,7 @@ Zero means unset for the same fields as in vLLM's contract. Requests for unsuppo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -135,7 +136,8 @@ class ResponseWriter:
             self._input = vp.InputLogProbs(token_ids=prompt[:1], token_logprobs=[vp.InputTokenLogProb()])
             if self._has_prompt_top:
                 self._input.top_logprobs.add()
-        self._outputs = [_Output() for _ in range(params.n or 1)]
+        self._num_outputs: int = params.n or 1  # not checked yet, so nothing is allocated for it
+        self._outputs: defaultdict[int, _Output] = defaultdict(_Output)  # by index
         self._held: dict[int, vp.GenerateComplete] = {}  # ends of outputs, until all have ended
 
     def write(self, message: pb.GenerateResponse) -> Iterable[vp.GenerateResponse]:
@@ -152,7 +154,7 @@ class ResponseWriter:
         output.logprobs += message.logprobs
         if output.has_ended:
             self._held[message.index] = self._complete(message, output)
-            if len(self._held) == len(self._outputs):
+            if len(self._held) == self._num_outputs:
                 return self._ends()
         return []
 
@@ -166,6 +168,7 @@ class ResponseWriter:
 
     def aborted(self) -> Iterable[vp.GenerateResponse]:
         """Return the ends of the outputs that Abort has ended, with their tokens so far."""
+        outputs = {index: self._outputs[index] for index in range(self._num_outputs)}
         aborted = {
             index: vp.GenerateComplete(
                 output_ids=output.token_ids,
@@ -174,7 +177,7 @@ class ResponseWriter:
                 completion_tokens=len(output.token_ids),
                 index=index,
             )
-            for index, output in enumerate(self._outputs)
+            for index, output in outputs.items()
             if not output.has_ended
         }
         self._held |= aborted
