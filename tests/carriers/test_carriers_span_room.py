@@ -75,7 +75,7 @@ def test_spans_in_use_do_not_overlap(seed):
     assert refusals > 20
 
 
-@pytest.mark.parametrize("wrong", [0, 3], ids=["taken back already", "never sent"])
+@pytest.mark.parametrize("wrong", [0, 3], ids=["below an earlier number", "never sent"])
 def test_only_spans_that_are_in_use_can_be_taken_back(wrong):
     room = SpanRoom(1024)
     sent(room, 1)

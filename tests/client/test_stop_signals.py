@@ -18,7 +18,7 @@ WAIT_S = 60.0
 SERVICES = {
     "verifier": ("verifier", "--target", str(TARGET), "--device", "cpu"),
     "verifier with an engine's process": ("verifier", "--target", str(TARGET), "--device", "cpu", "--engine-process"),
-    "drafter": ("drafter", "--target", str(TARGET), "--head", str(TARGET.with_name("head")), "--device", "cpu"),
+    "drafter": ("drafter", "--target", str(TARGET), "--head", str(TARGET.with_name("eagle3")), "--device", "cpu"),
 }
 
 

@@ -21,7 +21,7 @@ MODES = [
     DENSE,
     SamplingMode(gumbel=True, top_n=5),
 ]
-SIZES = (1, 3, 9)  # a batch of 3 is padded to 4
+SIZES = (1, 3, 5, 9)  # batches of 3 and 5 are padded
 
 
 class CountedHead(TinyHead):

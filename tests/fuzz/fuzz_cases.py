@@ -23,6 +23,7 @@ from fuzz_vllm import SERVICE as VLLM_SERVICE
 from fuzz_vllm import hostile_generate
 from fuzz_vllm import methods as vllm_methods
 from fuzz_world import OWNERS, PATIENCE_S, World
+from google.protobuf.message import DecodeError
 from outgoing import finish
 
 from draftwire.transport import Channel, Rendezvous, SharedSegments, TensorSender
@@ -265,7 +266,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
             _share_features(rng, step, sender, shared)
             data = pb.DraftRequest(step=step).SerializeToString()
             one = (hostile_message(rng, [data]) or b"\0") if rng.random() < 0.2 else data
-            answer = await _say_directly(call, channel, one, ledger, pb.DraftRequest.FromString(one).step)
+            answer = await _say_directly(call, channel, one, ledger, _step_of(one))
         if answer is None:
             if not call.done():
                 outcomes["unread"] += 1
@@ -358,6 +359,14 @@ async def introduction(world: World, rng: Random) -> Outcomes:
     fake.hellos.append((rng, done))
     fake.hang_up()
     return Counter([await done])
+
+
+def _step_of(data: bytes) -> pb.DraftStep | None:
+    """Return the step of a message; None if the message is not a `DraftRequest`."""
+    try:
+        return pb.DraftRequest.FromString(data).step
+    except DecodeError:
+        return None
 
 
 Play = Callable[[World, Random], Awaitable[Outcomes]]

@@ -149,7 +149,7 @@ def _set_structured_output(rng: Random, output: config_pb2.StructuredOutput) -> 
 
 
 def seeds() -> list[bytes]:
-    """Return valid messages as seeds of mutations; together they have every field of GenerateRequest but `n`."""
+    """Return valid messages as seeds of mutations; together they have every field of GenerateRequest."""
     params = config_pb2.SamplingParams(
         temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
         frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0}, seed=7, max_tokens=3, min_tokens=1, stop=["end", "é"],
@@ -175,5 +175,6 @@ def seeds() -> list[bytes]:
             pb.GenerateRequest(text="The river bends", sampling_params=few, num_speculative_tokens=2),
             pb.GenerateRequest(chat=chat, sampling_params=few),
             pb.GenerateRequest(chat=asked, sampling_params=few, truncate_prompt_tokens=9, priority=0, cache_salt="s"),
+            pb.GenerateRequest(text="Who?", sampling_params=few, n=2),
         )
     ]

@@ -101,7 +101,7 @@ def methods() -> list[tuple[str, list[bytes], bool]]:
         "SubscribeKvEvents": [common_pb2.SubscribeKvEventsRequest(start_sequence_number=1).SerializeToString()],
         "FlushCache": [common_pb2.FlushCacheRequest(timeout_s=-1).SerializeToString()],
     }
-    others = ("Embed", "HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer", "StartProfile")
+    others = ("Embed", "HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer", "StartProfile", "StopProfile")
     messages |= {name: [b""] for name in others}
     names = ("Generate", "Generate", *messages)
     return [(f"{SERVICE}/{name}", messages[name], False) for name in names]

@@ -125,7 +125,7 @@ def test_rejected_drafts_leave_nothing_behind(name: str) -> None:
     again.check(name, 3)
 
 
-def test_the_comparison_notices_a_context_of_one_row_less() -> None:
+def test_the_comparison_notices_positions_shifted_by_one() -> None:
     scene = Scene("deepseek_dspark", held_back=20)
     scene.rows = scene.rows._replace(positions=scene.rows.positions + 1)
     scene.head.draft(scene, 4)

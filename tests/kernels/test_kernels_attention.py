@@ -141,16 +141,13 @@ def test_tensors_need_not_be_contiguous(backend) -> None:
 def test_result_does_not_depend_on_company_or_place() -> None:
     """The result is bit-identical if the batch's bounds are the same."""
     company = [(60, 2), (9, 1), (60, 5), (1, 1)]
-    scene, other = Scene(Shape(), [(37, 4), *company]), Scene(Shape(), [*company[::-1], (60, 5)], seed=1)
+    scene = Scene(Shape(), [(37, 4), *company])
     alone = run_tuned(scene, scene.batch(), FINE)[:4]
-    other.sequences[1], other.counts[1] = scene.sequences[0], 4
-    blocks = other.sequences[4].blocks
     moved = Scene(Shape(), [*company[::-1], (37, 4)], seed=1)
     moved.sequences[4].q, moved.sequences[4].k, moved.sequences[4].v = (
         getattr(scene.sequences[0], name) for name in "qkv"
     )
     assert moved.sequences[4].blocks != scene.sequences[0].blocks
-    assert blocks
     slots = moved.sequences[4].slots
     moved.keys[slots[:33]], moved.values[slots[:33]] = scene.sequences[0].k[:33], scene.sequences[0].v[:33]
     assert torch.equal(run_tuned(moved, moved.batch(), FINE)[-4:], alone)

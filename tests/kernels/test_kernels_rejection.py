@@ -402,5 +402,5 @@ class TestCorners:
         emitted = _emitted(rejection_sample(*batch.args(), draft_logits=batch.draft_logits("dense")))
         assert all(1 <= len(row) <= k + 1 for row, k in zip(emitted, batch.k.tolist(), strict=True))
 
-    def test_cu_rows_may_be_int32_of_one_request_without_drafts(self) -> None:
+    def test_requests_without_drafts_get_one_token(self) -> None:
         assert all(len(row) == 1 for row in self.run(self.BASE[:1], []))

@@ -57,9 +57,10 @@ def test_a_drafter_that_ends_loses_no_request(shelf, greedy, tmp_path):
         calls = [(c.prompt, {"temperature": 0, "max_tokens": 48, "num_speculative_tokens": 4}) for c in greedy]
         running = one.submit(crowd, client, 4 * calls)
         wait_for(
-            lambda: running.done() or all(drafter_status(client, address).sequences > 1 for address in addresses),
+            lambda: all(drafter_status(client, address).sequences > 1 for address in addresses),
             "sequences draft at both",
         )
+        assert not running.done()
         first.send_signal(signal.SIGTERM)
         assert first.wait(EXIT_S) == 0
         assert "sessions that are left" not in first.log_text()

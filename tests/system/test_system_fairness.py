@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from services import acceptance_rate, crowd, drafter_status, wait_for_drafter
@@ -40,6 +41,7 @@ def test_one_verifiers_flood_takes_no_drafts_from_another(shelf, references, tmp
         start_verifier(target, [drafter.address], *options, log_path=tmp_path / "other.log") as other,
         Client(flooding.address) as flood,
         Client(other.address) as client,
+        ThreadPoolExecutor(1) as pool,
     ):
         for one in (flood, client):
             wait_for_drafter(one, drafter.address)
@@ -51,14 +53,13 @@ def test_one_verifiers_flood_takes_no_drafts_from_another(shelf, references, tmp
             while not is_done.is_set():
                 crowd(flood, 3 * calls, at_once=24)
 
-        flooder = threading.Thread(target=keep_flooding)
-        flooder.start()
+        flooder = pool.submit(keep_flooding)
         try:
             wait_for(lambda: drafter_status(flood, drafter.address).sequences >= SLOTS, "the flood has all slots")
             beside = crowd(client, calls, at_once=SLOTS // 2)
         finally:
             is_done.set()
-            flooder.join()
+        flooder.result()
     for completions in (alone, beside):
         assert [list(completion.token_ids) for completion in completions] == [c.tokens for c in greedy]
     figures = [(drafted_steps(completions), acceptance_rate(completions)) for completions in (alone, beside)]

@@ -53,7 +53,7 @@ class CountingEngine(Served):
 
     def __init__(self, target: Target, config: dict[str, Any] | None = None, **limits: Any) -> None:
         super().__init__(target, config, **{"async_scheduling": True, **limits})
-        self.num_released = self.num_dropped = self.num_before_check = 0
+        self.num_released = self.num_dropped = 0
         self.sizes: list[int] = []
         self._waiting: set[Step] = set()
         self._has_prelaunched = threading.Event()

@@ -24,6 +24,8 @@ from verifier_service.core.request import Request
 
 # Output tokens that take the tiny target a while.
 LONG = 240
+# Requests that a test aborts until one has not ended before.
+TRIES = 5
 
 
 def request(*, stream: bool = True, name: str = "", **params: Any) -> vp.GenerateRequest:
@@ -68,18 +70,29 @@ async def test_a_seed_gives_the_same_tokens_to_both_services():
         assert list(only.complete.output_ids) == expected
 
 
+async def abort_one(scene: Served, caller: VllmEngineStub, stub: VllmEngineStub, num_tokens: int) -> None:
+    """Abort requests of `caller` after so many tokens, until one has not ended before."""
+    for _ in range(TRIES):
+        call = caller.Generate(request(name="one", max_tokens=LONG, logprobs=15))
+        first = await call.read()
+        while any(stream.num_tokens < num_tokens for stream in scene.handler.open_outputs):
+            await asyncio.sleep(0.01)
+        await stub.Abort(vp.AbortRequest(request_ids=["one", "unknown"]))
+        *chunks, last = [first, *await outputs_of(call)]
+        assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
+        await scene.until_idle()
+        assert scene.host.engine.kv_cache_usage == 0
+        if last.complete.finish_reason == "abort":
+            return
+        assert last.complete.finish_reason == "length"
+    pytest.fail("no request was aborted")
+
+
 @play
 async def test_abort_ends_a_request_and_frees_its_place():
     scene = served(behind_socket=False)
     async with calling(scene) as (stub, _):
-        call = stub.Generate(request(name="one", max_tokens=MAX_TOKENS))
-        first = await call.read()
-        await stub.Abort(vp.AbortRequest(request_ids=["one", "unknown"]))
-        *chunks, last = [first, *await outputs_of(call)]
-        assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
-        assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
-        await scene.until_idle()
-        assert scene.host.engine.kv_cache_usage == 0
+        await abort_one(scene, stub, stub, 1)
 
 
 @play
@@ -89,16 +102,7 @@ async def test_abort_ends_a_request_whose_client_does_not_read():
     # A window of constant size that a few messages fill.
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     async with calling(scene) as (stub, _), grpc.aio.insecure_channel(scene.address, window) as slow:
-        call = VllmEngineStub(slow).Generate(request(name="one", logprobs=15, max_tokens=MAX_TOKENS))
-        first = await call.read()
-        (stream,) = scene.handler.open_outputs
-        while stream.num_tokens < MAX_TOKENS // 2:
-            await asyncio.sleep(0.01)
-        await stub.Abort(vp.AbortRequest(request_ids=["one"]))
-        *chunks, last = [first, *await outputs_of(call)]
-        assert last.complete.finish_reason in ("abort", "length")  # the tiny target may have been faster
-        assert list(last.complete.output_ids) == [token for one in chunks for token in one.chunk.token_ids]
-        await scene.until_idle()
+        await abort_one(scene, VllmEngineStub(slow), stub, MAX_TOKENS // 2)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -139,7 +143,8 @@ async def test_dropped_streams_are_in_one_more_step_at_most(is_async, monkeypatc
             "allowed range [0, 600] s",
         ),
         (lambda stub: stub.Embed(vp.EmbedRequest()), "UNIMPLEMENTED", "Embed: this server"),
-        (lambda stub: stub.StartProfile(common_pb2.StartProfileRequest()), "UNIMPLEMENTED", ""),
+        (lambda stub: stub.StartProfile(common_pb2.StartProfileRequest()), "UNIMPLEMENTED", "StartProfile: this"),
+        (lambda stub: stub.StopProfile(common_pb2.StopProfileRequest()), "UNIMPLEMENTED", "StopProfile: this server"),
     ],
 )
 @play

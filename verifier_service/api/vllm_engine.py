@@ -35,6 +35,7 @@ _Submitted = asyncio.Future[Callable[[], None]]
 # Maximum seconds that FlushCache waits for requests, and seconds between two tries.
 MAX_FLUSH_S = 600.0
 FLUSH_AGAIN_S = 0.05
+_NO_PROFILER = "this server has no profiler; its metrics have the phases of a step"
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -98,6 +99,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(self, request: vp.EmbedRequest, context: Context) -> vp.EmbedResponse:  # noqa: ARG002, N802
         """Refuse, because there are no embeddings."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed: this server generates text and has no embeddings")
+
+    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> None:  # noqa: ARG002, N802
+        """Refuse, because there is no profiler."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"StartProfile: {_NO_PROFILER}")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> None:  # noqa: ARG002, N802
+        """Refuse, because there is no profiler."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"StopProfile: {_NO_PROFILER}")
 
     async def HealthCheck(  # noqa: N802
         self,
