@@ -71,9 +71,10 @@ class Campaign:
         await self._world.check()
         first = 0
         while self.total < self._cases:
+            num_known = len(self._findings)
             await self._play(range(first, first + BATCH))
             first += BATCH
-            tell(f"{self.total} cases, {first} numbers, {len(self._findings)} findings")
+            tell("\n".join([f"{self.total} cases, {first} numbers", *self._findings[num_known:]]))
 
     async def play_one(self, index: int) -> None:
         """Play a single case again."""

@@ -3,9 +3,9 @@
     make test-pacing
 
 The rounds are like those of `draftwire_bench.far_drafter`. One verifier uses one link after another, each for three
-rounds: a warm-up in which the verifier measures the link, a round without drafts, and a round with drafts. A round is two
-turns; the requests of a turn arrive together. The times of steps, launches, messages and drafts were recorded on GPUs.
-Pacing is the verifier's own code.
+rounds: a warm-up in which the verifier measures the link, a round without drafts, and a round with drafts. A round is
+two turns; the requests of a turn arrive together. The times of steps, launches, messages and drafts were recorded on
+GPUs. Pacing is the verifier's own code.
 
 Prints the mean and lowest ratio of each place, and each single ratio below 0.93. The exit code is 1 if the mean of a
 place is below 0.93, or the mean of all ratios is below 1.
