@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
+import signal
+import threading
 import time
 from typing import Any
 
@@ -125,6 +128,23 @@ def test_a_trial_that_ended_between_two_grammars_is_started_anew() -> None:
     process.kill()
     process.join()
     assert trial.error_of(grammar, 30.0) == ""
+    trial.close()
+
+
+def test_the_limit_of_a_trial_is_cpu_time() -> None:
+    others = multiprocessing.active_children()
+    trial, grammar = Trial(), source_of({"regex": "a"}).text
+    assert trial.error_of(grammar, 1.0) == ""
+    (process,) = set(multiprocessing.active_children()) - set(others)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    resumed = threading.Timer(2.0, os.kill, (process.pid, signal.SIGCONT))
+    resumed.start()
+    assert trial.error_of(grammar, 1.0) == ""
+    resumed.join()
+    with pytest.raises(TimeoutError):
+        trial.error_of(source_of(SLOW).text, 1.0)
+    assert trial.error_of(grammar, 1.0) == ""
     trial.close()
 
 

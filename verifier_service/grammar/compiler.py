@@ -19,7 +19,7 @@ from verifier_service.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-# A grammar that takes longer than the first limit moves to the slow lane, and is refused after the second.
+# A grammar that takes more CPU time than the first limit moves to the slow lane, and is refused after the second.
 QUICK_LIMIT_S = 0.5
 COMPILE_LIMIT_S = 10.0
 QUICK_THREADS = 2

@@ -1,7 +1,8 @@
 """Compile a grammar in a separate process, which can be killed if a grammar takes too long.
 
 llguidance limits the resources of a compilation, but not everywhere: an integer that is a multiple of 9999991 takes
-minutes. A thread cannot be killed, so each grammar is first compiled here, with single bytes as tokens.
+minutes. A thread cannot be killed, so each grammar is first compiled here, with single bytes as tokens. The limit is
+CPU time, because on a busy host a quick grammar may take seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import llguidance
 from draftwire.server.stop_signals import STOP_SIGNALS
 
 START_LIMIT_S = 60.0
+# Maximum seconds of waiting for each second of CPU time.
+PATIENCE = 4
 MEMORY_LIMIT = 2 * 2**30
 NICENESS = 10
 LONGEST_ERROR = 400
@@ -56,21 +59,22 @@ class Trial:
         """Compile a grammar; return its error, empty for a valid grammar.
 
         Raises:
-            TimeoutError: If the compilation takes longer than `limit_s` seconds.
+            TimeoutError: If the compilation takes more than `limit_s` seconds of CPU time, or `PATIENCE` times as long.
         """
         if self._process is not None and not self._process.is_alive():
             self.close()  # it ended between two grammars, of which none is the cause
         try:
             connection = self._start() if self._connection is None else self._connection
-            connection.send(grammar)
-            if not connection.poll(limit_s):
+            connection.send((grammar, limit_s))
+            if not connection.poll(PATIENCE * limit_s):
                 self.close()
                 raise TimeoutError
             error: str = connection.recv()
-        except (EOFError, OSError) as failure:
-            if isinstance(failure, TimeoutError):
-                raise
-            self.close()
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            if self.close() == -signal.SIGPROF:
+                raise TimeoutError from None
             return f"it takes more than {MEMORY_LIMIT // 2**20} MiB to compile"
         return error
 
@@ -97,14 +101,17 @@ class Trial:
             if self._process is not None:
                 self._process.kill()
 
-    def close(self) -> None:
-        """Kill the process and wait for its end."""
+    def close(self) -> int | None:
+        """Kill the process and wait for its end; return its exit status, None without a process."""
+        status = None
         if self._connection is not None and self._process is not None:
             self._connection.close()
-            self._process.kill()
+            self._process.kill()  # no effect on a process that has ended
             self._process.join()
+            status = self._process.exitcode
         with self._lock:
             self._connection = self._process = None
+        return status
 
 
 def _serve(connection: Connection) -> None:
@@ -120,4 +127,8 @@ def _serve(connection: Connection) -> None:
     with suppress(EOFError, OSError):
         connection.send("")
         while True:
-            connection.send(grammar_error(tokenizer, connection.recv())[1])
+            grammar, limit_s = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, limit_s)  # then SIGPROF ends this process
+            error = grammar_error(tokenizer, grammar)[1]
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send(error)
