@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from draftwire.contract.errors import (
     DraftwireError,
@@ -175,14 +175,16 @@ class RequestHandler:
 
         self._num_preparing += num_outputs
         work = asyncio.ensure_future(asyncio.to_thread(run))
-        work.add_done_callback(lambda _: self._end_preparing(num_outputs))
+        work.add_done_callback(partial(self._end_preparing, num_outputs))
         try:
             return await asyncio.shield(work)
         finally:
             is_needed = False
 
-    def _end_preparing(self, num_outputs: int) -> None:
+    def _end_preparing(self, num_outputs: int, work: asyncio.Future[Any]) -> None:
         self._num_preparing -= num_outputs
+        if not work.cancelled():
+            work.exception()  # a cancelled call does not read the exception, and asyncio would log it
 
     def _has_room(self, num_outputs: int) -> bool:
         return len(self._outputs) + self._num_preparing + num_outputs <= self.facts.max_open
