@@ -268,7 +268,7 @@ async def sharing(world: World, rng: Random) -> Outcomes:
             one = (hostile_message(rng, [data]) or b"\0") if rng.random() < 0.2 else data
             answer = await _say_directly(call, channel, one, ledger, _step_of(one))
         if answer is None:
-            if not call.done():
+            if not call.done() or call.cancelled():  # `_announce` cancels after a lie
                 outcomes["unread"] += 1
                 break
             outcomes[judged(await call.code(), await call.details())] += 1
