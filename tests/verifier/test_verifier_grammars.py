@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from grammar_scene import END, PIECES, allowed, make_tokenizer, matcher_of, source_of, vocabulary
+from llguidance import LLParserLimits
 
 from draftwire.contract.errors import InvalidArgumentError
 from draftwire.contract.structured_output import check_structured_output
 from draftwire.v1 import config_pb2
+from verifier_service.grammar import trial
 from verifier_service.grammar.matcher import MaskedRows, MaskFiller
 from verifier_service.grammar.trial import grammar_error
 from verifier_service.grammar.vocabulary import Vocabulary
@@ -149,6 +151,29 @@ def test_rows_of_several_requests_are_filled_together():
     masks = MaskFiller(torch.device("cpu")).fill([MaskedRows(one, 2, [0]), MaskedRows(other, 7, [])])
     assert masks.rows.tolist() == [2, 3, 7]
     assert masks.bits[:, 0].tolist() == [1 << 0 | 1 << 3 | 1 << 5 | 1 << 6, 1 << 1, 1 << 10 | 1 << 11]
+
+
+def test_each_request_of_a_step_has_its_own_end_ids():
+    """An end id that continues an incomplete text is held back if another token can follow."""
+    one, other = matcher_of({"regex": "[ab]c"}), matcher_of({"regex": "[ab]c"}, end_ids=(END, 0))
+    masks = MaskFiller(torch.device("cpu")).fill([MaskedRows(one, 0, []), MaskedRows(other, 1, [])])
+    assert masks.bits[:, 0].tolist() == [1 << 0 | 1 << 1, 1 << 1]
+
+
+def test_a_grammar_that_gets_too_complex_ends_its_request_alone(monkeypatch):
+    monkeypatch.setattr(trial, "limits", lambda: LLParserLimits(max_lexer_states=80, verbose_errors=False))
+    complex_one, simple = matcher_of({"regex": "(a|b)*a(a|b){12}"}), matcher_of({"regex": "[ab]*"})
+    draw = random.Random(1)
+    for _ in range(100):
+        masks = MaskFiller(torch.device("cpu")).fill([MaskedRows(complex_one, 0, []), MaskedRows(simple, 1, [])])
+        if complex_one.error is not None:
+            break
+        token = draw.choice([0, 1])
+        for matcher in (complex_one, simple):
+            matcher.follow([token])
+    assert "is too complex after" in str(complex_one.error)
+    assert masks.bits[:, 0].tolist() == [1 << END, 1 << 0 | 1 << 1 | 1 << 3 | 1 << 4 | 1 << END]
+    assert simple.error is None
 
 
 TAGS = {"structures": [{"begin": "<a", "schema": {"enum": [1, 2]}, "end": "b"}], "triggers": ["<"]}
