@@ -29,10 +29,13 @@ REGEX = r"[a-z]{3,8}@[a-z]{2,6}\.(org|com)"
 GRAMMAR = 'root ::= "(" item ("," item)* ")"\nitem ::= [a-z] [a-z0-9]? [a-z0-9]?\n'
 ITEM = "[a-z][a-z0-9]{0,2}"
 CHOICES = ["yes, it is", "no", "nobody knows"]
+EMPTY = {"type": "object", "maxProperties": 0}
 TAG = {
-    "structures": [{"begin": "<f=add>", "schema": {"type": "object", "maxProperties": 0}, "end": "</f>"}],
+    "structures": [{"begin": "<f=add>", "schema": EMPTY, "end": "</f>"}],
     "triggers": ["<f="],
 }
+CONTENT = {"type": "json_schema", "json_schema": EMPTY}
+TAG_AT_ONCE = {"format": {"type": "tag", "begin": "<f=add>", "content": CONTENT, "end": "</f>"}}
 SLOW = {"type": "integer", "multipleOf": 9999991}
 PROMPT = "def answer():\n    return "
 
@@ -50,6 +53,7 @@ KINDS = [
     ({"choice": CHOICES}, CHOICES.__contains__),
     ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
     ({"structural_tag": TAG}, lambda text: text.count("<f=") == text.count("<f=add>{}</f>")),
+    ({"structural_tag": TAG_AT_ONCE}, lambda text: re.fullmatch(r"<f=add>\{\s*\}</f>", text) is not None),
 ]
 
 
