@@ -7,6 +7,7 @@ import os
 import queue
 import select
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -32,6 +33,7 @@ class Mailbox(Generic[T]):
         self._messages: deque[T] = deque()
         self._readers: dict[int, Callable[[], Sequence[T] | None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell).atexit = False
         self._is_rung = False
         self._epoll = select.epoll()
         self._epoll.register(self._bell, select.EPOLLIN)

@@ -21,3 +21,13 @@ def test_what_is_seen_comes_behind_messages_that_are_there():
     os.write(write_end, bytes([2]))
     assert [mailbox.get(timeout=30.0), mailbox.get(timeout=30.0)] == [2, 8]  # nothing wakes the owner for 8: it polls
     os.close(read_end)
+
+
+def test_a_mailbox_leaves_no_descriptors():
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    mailboxes: list[Mailbox[int]] = [Mailbox() for _ in range(20)]
+    before = count()
+    del mailboxes
+    assert count() == before - 2 * 20
