@@ -56,6 +56,7 @@ def test_a_slow_grammar_is_refused_and_delays_no_other(made):
     assert name == "slow"
     assert isinstance(result, InvalidArgumentError)
     assert "takes more than 4 s to compile" in str(result)
+    assert [results.next()[0] for _ in range(2)] == ["slow", "slow"]
     began = time.monotonic()
     made.compile(source_of({"json_schema": {**SLOW["json_schema"], "title": "0"}}), results.of("again"))
     assert results.next()[0] == "again"
