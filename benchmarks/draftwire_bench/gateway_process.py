@@ -80,7 +80,7 @@ class GatewayProcess(ChildProcess):
         return super().stop(timeout_s)
 
     def _is_ready(self) -> bool:
-        """Return whether smg is ready and counts all verifiers as healthy. Without the tokenizer smg answers 503."""
+        """Return whether smg counts all verifiers as healthy. smg answers 503 until it has the tokenizer."""
         try:
             return bool(json.loads(_get(f"{self.url}/readiness"))["healthy_workers"] == self._num_verifiers)
         except (urllib.error.URLError, ConnectionError, TimeoutError):

@@ -121,7 +121,7 @@ class EarlyDrafts:
         return None
 
     def _is_stale(self, batch: EarlyBatch) -> bool:
-        """Return whether other announced steps may start instead of this finished batch. Call only if no step waits."""
+        """Return whether the batch has finished and its drafts are no longer awaited. Call only if no step waits."""
         # A resolved step was answered without taking the early drafts: its Commit asked for none.
         is_late = batch.step.is_resolved or time.monotonic() > batch.begun + STALE_S
         return is_late and self.is_done(batch)

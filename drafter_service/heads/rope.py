@@ -53,7 +53,7 @@ class RopeConfig:
 
 
 def is_positive(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number above 0 and finite."""
+    """Return whether a value is a positive, finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 

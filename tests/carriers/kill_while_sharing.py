@@ -24,7 +24,7 @@ PATIENCE_S = 2.0  # below the timeouts: the other side must notice a kill immedi
 
 
 def cut_off(victim: str, seconds: float) -> bool:
-    """Return whether the kill interrupted the exchange."""
+    """Kill the victim's process after `seconds`; return whether the exchange was incomplete by then."""
     rendezvous = Rendezvous()
 
     def serve() -> SharedSegments:

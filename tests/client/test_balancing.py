@@ -48,7 +48,7 @@ async def _addresses(client: AsyncClient, count: int) -> list[str]:
 
 
 def uses(client: Client, *addresses: str) -> bool:
-    """Return whether the next requests go to these servers in turn; False if a request to a lost server fails."""
+    """Return whether six requests are spread evenly over these servers; False if a request fails."""
     try:
         return Counter(complete(client) for _ in range(6)) == Counter({one: 6 // len(addresses) for one in addresses})
     except RequestError:

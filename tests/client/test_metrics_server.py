@@ -194,7 +194,7 @@ def client_hello() -> bytes:
 
 
 def is_cut(client: socket.socket, byte: int) -> bool:
-    """Send a byte, and return whether the server has ended the connection."""
+    """Send a byte; return whether the server has closed the connection."""
     try:
         client.sendall(bytes([byte]))
         return client.recv(1000) == b""

@@ -1,4 +1,4 @@
-"""`check_context` finds out whether a device still works."""
+"""`check_context` raises an error if the CUDA context is lost."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TEXTS = {i: Text(i) for i in range(1, 9)}
 
 
 def begin(engine: DraftEngine) -> bool:
-    """Begin early drafts if the engine's thread would; return whether they have begun."""
+    """Begin early drafts if the engine is ready for them; return whether they have begun."""
     deadline = time.monotonic() + (5.0 if engine.device.type == "cuda" else 0.0)
     while not (can_begin := engine.poll_early()) and time.monotonic() < deadline:
         time.sleep(0.001)  # until the device has written the tokens

@@ -31,7 +31,7 @@ ROUNDING = 2e-4
 
 @dataclass(frozen=True)
 class Walk:
-    """A prompt with its greedy output, and whether each draft after each row is right."""
+    """A prompt with its greedy output. `matches[i][s]` is true if draft s after row i is the output's token."""
 
     tokens: list[int]
     prompt_length: int
@@ -71,9 +71,10 @@ def walk_all(pair: Pair, head: str) -> list[Walk]:
 
 
 def _matches(pair: Pair, head: str, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether greedy draft s after accepted row i is token i + 2 + s, [B, T - 1, K]; False past the end.
+    """Compare the head's greedy drafts to the tokens.
 
-    Also return the smallest difference between the two best logits of a draft, [B].
+    Returns matches, [B, T - 1, K] bool, and margins, [B]. A match is true if draft s after row i is token i + 2 + s; it
+    is false past the last token. A margin is the smallest difference between the two largest logits of a draft.
     """
     model = pair.heads[head]
     following = tokens[:, 1:]

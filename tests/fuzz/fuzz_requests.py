@@ -111,10 +111,6 @@ def _set_parameter(rng: Random, params: config_pb2.SamplingParams, field: Any) -
     if name == "logit_bias":
         for _ in range(rng.choice((1, 3, 1024, 1025))):
             params.logit_bias[rng.choice((*range(VOCAB_SIZE), *INTEGERS, rng.getrandbits(32)))] = rng.choice(FLOATS)
-    elif name == "stop":
-        params.stop.extend(rng.choice(TEXTS) for _ in range(rng.choice((1, 3, 16, 17, 1000))))
-    elif name == "stop_token_ids":
-        params.stop_token_ids.extend(rng.choice(INTEGERS) for _ in range(rng.choice((1, 3, 128, 129, 10_000))))
     elif name == "allowed_token_ids":
         few = [rng.choice(INTEGERS) for _ in range(rng.choice((1, 3)))]
         params.allowed_token_ids.extend(few if rng.random() < 0.5 else range(rng.choice((VOCAB_SIZE, 262_145))))
@@ -128,10 +124,23 @@ def _set_parameter(rng: Random, params: config_pb2.SamplingParams, field: Any) -
         _set_structured_output(rng, params.structured_output)
     elif name == "seed":
         params.seed = rng.choice(SEEDS)
+    else:
+        set_common_parameter(rng, params, field)
+
+
+def set_common_parameter(rng: Random, params: Any, field: Any) -> None:
+    """Set a parameter that `draftwire.v1` and `vllm.grpc.engine` both have: stop texts, stop ids, or one number."""
+    name = field.name
+    if name == "stop":
+        params.stop.extend(rng.choice(TEXTS) for _ in range(rng.choice((1, 3, 16, 17, 1000))))
+    elif name == "stop_token_ids":
+        params.stop_token_ids.extend(rng.choice(INTEGERS) for _ in range(rng.choice((1, 3, 128, 129, 10_000))))
     elif field.type == FieldDescriptor.TYPE_BOOL:
         setattr(params, name, rng.random() < 0.5)
     elif field.type == FieldDescriptor.TYPE_FLOAT:
         setattr(params, name, rng.choice((*FLOATS, struct.unpack("<f", rng.randbytes(4))[0])))
+    elif field.type == FieldDescriptor.TYPE_INT32:
+        setattr(params, name, rng.choice(SIGNED))
     else:
         setattr(params, name, rng.choice((*INTEGERS, rng.getrandbits(32))))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from fuzz_requests import FLOATS, GRAMMARS, INTEGERS, OBJECTS, SIGNED, TEXTS
-from google.protobuf.descriptor import FieldDescriptor
+from fuzz_requests import FLOATS, GRAMMARS, INTEGERS, OBJECTS, SIGNED, TEXTS, set_common_parameter
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vp
 
@@ -62,22 +61,12 @@ def _set_parameter(rng: Random, params: vp.SamplingParams, field: Any) -> None:
     if name == "logit_bias":
         for _ in range(rng.choice((1, 3, 1024, 1025))):
             params.logit_bias[rng.choice((*SIGNED, *range(VOCAB_SIZE)))] = rng.choice(FLOATS)
-    elif name == "stop":
-        params.stop.extend(rng.choice(TEXTS) for _ in range(rng.choice((1, 3, 16, 17, 1000))))
-    elif name == "stop_token_ids":
-        params.stop_token_ids.extend(rng.choice(INTEGERS) for _ in range(rng.choice((1, 3, 128, 129, 10_000))))
     elif name == "choice":
         params.choice.choices.extend(rng.choice(TEXTS) for _ in range(rng.choice((0, 1, 3, 1025))))
     elif name in CONSTRAINTS:
         setattr(params, name, rng.choice((*GRAMMARS[name], *OBJECTS, *TEXTS)))
-    elif field.type == FieldDescriptor.TYPE_BOOL:
-        setattr(params, name, rng.random() < 0.5)
-    elif field.type == FieldDescriptor.TYPE_FLOAT:
-        setattr(params, name, rng.choice(FLOATS))
-    elif field.type == FieldDescriptor.TYPE_INT32:
-        setattr(params, name, rng.choice(SIGNED))
     else:
-        setattr(params, name, rng.choice((*INTEGERS, rng.getrandbits(32))))
+        set_common_parameter(rng, params, field)
 
 
 def methods() -> list[tuple[str, list[bytes], bool]]:

@@ -5,7 +5,7 @@ import multiprocessing
 from draftwire.server.parent_watch import watch_parent
 from draftwire_cli.main import main
 
-if multiprocessing.current_process().name != "grammar-trial":  # which starts often and needs no torch
+if multiprocessing.current_process().name != "grammar-trial":  # a trial process starts often and needs no torch
     from verifier_service.drafters import connection as drafter_link
 
     drafter_link.REFUSED_RETRY_S = 0.05

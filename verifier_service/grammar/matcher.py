@@ -39,8 +39,8 @@ class Matcher:
     Attributes:
         error: Why the request cannot continue, or None.
         vocabulary: The target's vocabulary.
-        end_ids: Token ids that end the output after a complete text.
-        ends: Their mask, [num_words] int32.
+        ends: Mask of the end ids, [num_words] int32.
+        end_words: Words of `ends` that are not 0, int64, ascending.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class Matcher:
         self._matcher = matcher
         self._min_tokens = min_tokens
         self._keeps_rejected = keeps_rejected
-        self.end_ids = frozenset(end_ids)
+        self._end_ids = frozenset(end_ids)
         self.ends = np.zeros(vocabulary.num_words, np.int32)
-        for token in self.end_ids:
+        for token in self._end_ids:
             self.ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        self.end_words = np.flatnonzero(self.ends)
         self._num_text = 0  # output tokens that are part of the grammar's text
         self._num_ends = 0  # end tokens after the text
 
@@ -84,11 +85,11 @@ class Matcher:
         """Take the next tokens of the output."""
         begin = 0
         while begin < len(tokens) and self.error is None:
-            if self._num_ends > 0 or (tokens[begin] in self.end_ids and self._matcher.is_accepting()):
+            if self._num_ends > 0 or (tokens[begin] in self._end_ids and self._matcher.is_accepting()):
                 self._num_ends += 1
                 begin += 1
                 continue
-            end = next((i for i in range(begin + 1, len(tokens)) if tokens[i] in self.end_ids), len(tokens))
+            end = next((i for i in range(begin + 1, len(tokens)) if tokens[i] in self._end_ids), len(tokens))
             count = self._matcher.try_consume_tokens(list(tokens[begin:end]))
             self._num_text += count
             begin += count
@@ -108,11 +109,11 @@ class Matcher:
         if self.error is not None:
             return 0
         if self._num_ends > 0:
-            count = next((i for i, draft in enumerate(drafts) if draft not in self.end_ids), len(drafts))
+            count = next((i for i, draft in enumerate(drafts) if draft not in self._end_ids), len(drafts))
         else:
             count = self._matcher.validate_tokens(list(drafts))
             for place, draft in enumerate(drafts[: count + 1]):
-                if draft in self.end_ids and self._is_complete_after(drafts[:place]):
+                if draft in self._end_ids and self._is_complete_after(drafts[:place]):
                     return place + 1
         keeps = has_logits and self._keeps_rejected and count < len(drafts)
         return count + keeps
@@ -149,11 +150,10 @@ class Matcher:
         if self._has_ended:
             rows[:] = self.ends
             return
-        words = np.flatnonzero(self.ends)
-        ends = self.ends[words]
+        words, ends = self.end_words, self.ends[self.end_words]
         for place in np.flatnonzero(is_complete):
             rows[place, words] |= ends
-        if drafts and drafts[-1] in self.end_ids and is_complete[len(drafts) - 1]:
+        if drafts and drafts[-1] in self._end_ids and is_complete[len(drafts) - 1]:
             rows[-1] = self.ends
         is_held = ~is_complete
         is_held[: max(0, self._min_tokens - self.num_tokens)] = True
@@ -226,7 +226,7 @@ def _allow_ends(requests: Sequence[MaskedRows], words: np.ndarray, counts: Seque
     Args:
         counts: Number of masks of each request.
     """
-    used = np.array(sorted({token // 32 for one in requests for token in one.matcher.end_ids}))
+    used = np.unique(np.concatenate([one.matcher.end_words for one in requests]))
     ends = np.stack([one.matcher.ends[used] for one in requests])
     allowed: np.ndarray = (words[:, used] & ends.repeat(counts, 0)).any(1)
     return allowed
