@@ -7,6 +7,8 @@ import torch
 
 from draftwire_kernels import mask_logits
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def by_hand(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     expected = logits.clone()
@@ -22,9 +24,9 @@ def by_hand(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> tor
 @pytest.mark.parametrize("vocab", [1, 31, 64, 4100])
 def test_tokens_without_a_bit_are_minus_infinity(backend, dtype, vocab):
     torch.manual_seed(vocab)
-    logits = torch.randn(5, vocab).to(dtype)
-    rows = torch.tensor([3, 0, 4])
-    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32) + 1), dtype=torch.int64).to(torch.int32)
+    logits = torch.randn(5, vocab).to(DEVICE, dtype)
+    rows = torch.tensor([3, 0, 4], device=DEVICE)
+    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32) + 1), dtype=torch.int64).to(DEVICE, torch.int32)
     before = logits.clone()
     masked = mask_logits(logits, rows, bits, backend=backend)
     assert torch.equal(masked, by_hand(logits, rows, bits))
@@ -32,10 +34,11 @@ def test_tokens_without_a_bit_are_minus_infinity(backend, dtype, vocab):
 
 
 def test_no_rows_change_nothing():
-    logits = torch.randn(2, 40)
-    bits = torch.zeros(0, 2, dtype=torch.int32)
+    logits = torch.randn(2, 40, device=DEVICE)
+    rows = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    bits = torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)
     for backend in ("reference", "triton"):
-        assert torch.equal(mask_logits(logits, torch.zeros(0, dtype=torch.int64), bits, backend=backend), logits)
+        assert torch.equal(mask_logits(logits, rows, bits, backend=backend), logits)
 
 
 @pytest.mark.parametrize(

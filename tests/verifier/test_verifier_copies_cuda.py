@@ -3,6 +3,7 @@ kernels run on one stream."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from verifier_service.target.target import Target, load_target
 pytestmark = pytest.mark.gpu
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
-HIDDEN = 384
+HIDDEN = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))["hidden_size"]
 MAX_TOKENS = 40
 PENALTIES_AND_BIAS = {
     "repetition_penalty": 1.3,
