@@ -13,21 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafting_scene import RecordedStream
+from drafting_scene import RecordedStream, make_request
 from engine_scene import K, Served
+from grammar_scene import matcher_of
 from tiny_targets import CONTEXT, VOCAB
 
 from draftwire.contract.errors import ServerError
 from draftwire.v1 import draft_pb2 as pb
 from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import FutureTokens, SampledTokens, ScheduledRows
-from verifier_service.core.step_times import StepMarks
 from verifier_service.core.stop_conditions import Piece
 from verifier_service.drafters.draft_wait import DraftWaitPolicy
+from verifier_service.engine import executor
 from verifier_service.engine.outputs import RequestOutputs, response
 from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import DraftingPolicy
+from verifier_service.sampling import sampler
 from verifier_service.sampling.sampler import TokenSampler
+from verifier_service.target import runner
 from verifier_service.target.target import Target
 
 
@@ -341,12 +344,6 @@ def test_requests_of_a_drafter_that_is_off_follow_each_other(target, monkeypatch
     assert len(stream.steps) < 5
 
 
-def executed(*, is_done: bool | None) -> Step:
-    """Return a step on a GPU that is done or not done, or on a CPU (None)."""
-    mark: Any = SimpleNamespace(query=lambda: bool(is_done))
-    return Step((), marks=None if is_done is None else StepMarks(mark, mark, mark))
-
-
 def test_output_waits_a_few_steps_while_the_device_waits_for_us():
     nothing: Any = None
     delivered: list[Any] = []
@@ -354,18 +351,44 @@ def test_output_waits_a_few_steps_while_the_device_waits_for_us():
         *(nothing, nothing, nothing, delivered.append, nothing, torch.device("cpu")), is_synthetic=False
     )
 
-    def is_held(step: Step | None, committing: Step) -> bool:
+    def is_held(step: Step | None) -> bool:
         delivered.clear()
         outputs.refuse(nothing, ServerError("an item"))
-        outputs.deliver_behind(step, committing)
+        outputs.deliver_behind(step)
         return not delivered
 
-    late, early, on_cpu = (executed(is_done=one) for one in (True, False, None))
-    assert [is_held(early, late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
-    assert not is_held(early, early)
-    assert not is_held(None, late)  # no step follows
-    assert not is_held(early, on_cpu)
-    assert [is_held(early, late) for _ in range(4)] == [True, True, True, False]
+    late, early = Step((), is_late=True), Step(())
+    assert [is_held(late) for _ in range(9)] == [True, True, True, False, True, True, True, False, True]
+    assert not is_held(early)
+    assert not is_held(None)  # no step follows
+    assert [is_held(late) for _ in range(4)] == [True, True, True, False]
+
+
+class Event:
+    """An event of a device that is only done when the host has waited for it."""
+
+    is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+    def elapsed_time(self, _: Event) -> float:
+        return 0.0
+
+
+def test_masks_that_wait_for_tokens_hold_no_output_back(target, monkeypatch):
+    for module in (executor, runner, sampler):
+        monkeypatch.setattr(module, "record_event", lambda _: Event())
+    own = Watched(target)
+    request = make_request([1, 2], max_tokens=20)
+    request.grammar = matcher_of({"regex": "[ab]{50}"})
+    own.submit_made(request)
+    with own:
+        assert [len(message.token_ids) for message in own.messages(request)] == [1] * 20
+    assert own.num_ahead > 10
 
 
 @pytest.mark.parametrize("kind", [{}, {"logprobs": 1, "k": K}, {"k": K}])

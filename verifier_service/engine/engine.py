@@ -207,7 +207,7 @@ class Engine:
                 self._prepare()
             if committing is not None:
                 self._count()
-                self._outputs.deliver_behind(step, committing)
+                self._outputs.deliver_behind(step)
                 if step is None and self._planner.is_async and self._inbox.comes_before(committing):
                     continue
             self._in_flight = step

@@ -186,13 +186,13 @@ class RequestOutputs:
             if row.offered is not None:
                 self._drafting.budget.count(row.request, row.offered, row.num_drafts, num_emitted - 1)
 
-    def deliver_behind(self, step: Step | None, committing: Step) -> None:
+    def deliver_behind(self, step: Step | None) -> None:
         """Deliver output while the device computes `step`, or hold it back until the next step.
 
-        Output is held back if `committing` is done, so that the device waits for the host: one message for several
-        steps takes less time of the interpreter, which this thread shares with the thread that writes messages.
+        Output is held back if `step` is late, so that the device waits for the host: one message for several steps
+        takes less time of the interpreter, which this thread shares with the thread that writes messages.
         """
-        is_late = step is not None and committing.marks is not None and committing.is_done
+        is_late = step is not None and step.is_late
         self._num_held = self._num_held + 1 if is_late and self._num_held < MOST_STEPS_HELD else 0
         if self._num_held == 0:
             self.deliver()
