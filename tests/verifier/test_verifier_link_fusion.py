@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+from types import AsyncGeneratorType
 from typing import Any
 
 import pytest
@@ -119,3 +121,13 @@ async def test_weights_that_are_not_the_heads_are_refused(change, text):
     async with linked(drafter) as own:
         assert text in await own.refused()
         assert own.events.empty()
+
+
+@on_loop
+async def test_no_garbage_is_left_of_weights_that_are_too_many():
+    drafter = fusing_drafter(8)
+    drafter.fusion_data *= 1000
+    async with linked(drafter) as own:
+        await own.refused()
+        iterators = [one for one in gc.get_objects() if type(one) is AsyncGeneratorType]
+        assert all(one.ag_frame is None for one in iterators if "fetch_stream" in one.__name__)

@@ -247,10 +247,13 @@ class DrafterLink:
             size = fusion_bytes(info.fusion, info.features)
             data = bytearray()
             request = draft_pb2.GetFeatureFusionRequest(head_fingerprint=info.head_fingerprint)
-            async for chunk in stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S):
-                data += b"" if chunk is None else chunk.data
-                if chunk is None or not chunk.data or len(data) > size:
-                    break  # load_fusion raises
+            chunks: Any = aiter(stub.GetFeatureFusion(request, timeout=FUSION_TIMEOUT_S))
+            # Else the garbage collector would end an unfinished iterator, in any thread and at any depth of recursion.
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    data += b"" if chunk is None else chunk.data
+                    if chunk is None or not chunk.data or len(data) > size:
+                        break  # load_fusion raises
             fusion = await asyncio.to_thread(load_fusion, info.fusion, info.features, data, self._target.device)
             fusion = _fusions.setdefault(key, fusion)  # another link may have stored the fusion first
         return fusion
