@@ -101,6 +101,7 @@ class HostileDrafter(draft_pb2_grpc.DraftingServicer):
         self, request_iterator: AsyncIterator[pb.DraftRequest], context: Any  # noqa: ARG002
     ) -> AsyncIterator[pb.DraftResponse]:
         await anext(request_iterator)
+        self.keys, self.tokens = {}, {}  # of the stream's sequences, whose ids begin again
         hello = pb.DrafterHello(
             protocol_version=PROTOCOL_VERSION, noise_version=NOISE_VERSION, info=self._info(), carrier=pb.CARRIER_BYTES
         )
