@@ -83,6 +83,9 @@ def headline(result: Mapping[str, Any]) -> str:
         return f"{result['identical']} of {result['requests']} outputs identical ({result['dtype']})"
     if "gateway_share" in result:
         return f"through the gateway: {result['gateway_share']:.3f} of the direct throughput"
+    if "schema_ratios" in result:
+        shares = (f"{name} {min(own):.2f} to {max(own):.2f}" for name, own in result["schema_ratios"].items())
+        return f"with a schema over without, drafts {', '.join(shares)}"
     if "modes" in result:
         return _draft_times(result["modes"])
     if "findings" in result:

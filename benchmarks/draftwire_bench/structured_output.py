@@ -6,7 +6,7 @@
 
 A target without a tokenizer gets one with pieces of JSON and random words, as many as the target has tokens. Random
 weights make drafts that violate most schemas at once. So the default schema is an array of strings, which drafts do not
-leave. The acceptance length of synthetic drafts is printed with the throughput.
+leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,20 @@ from draftwire.client.request import Prompt
 from draftwire.model.checkpoints import resolve_directory
 from draftwire.v1 import generate_pb2 as pb
 from draftwire_bench.commands.options import pair_from, pair_options
-from draftwire_bench.serve.serve import ServeOptions, measure
+from draftwire_bench.environment import describe
+from draftwire_bench.output import json_option, make_table, report_console, write_json
+from draftwire_bench.serve.metrics import PHASES, step_seconds
+from draftwire_bench.serve.report import describe_level
+from draftwire_bench.serve.serve import LevelResult, ServeOptions, measure
 from draftwire_bench.serve.workload import Level, Shape, random_prompts
-from draftwire_bench.services import running_pair
+from draftwire_bench.services import PairOptions, running_pair
 from verifier_service.core.tokenizer import has_tokenizer
 
 # The text after two tokens hardly ends: with random weights any other place of a document soon rejects drafts.
 SCHEMA = {"type": "array", "minItems": 100000, "items": {"type": "string"}}
 SYNTHETIC = '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
+DRAFTING = (("off", False), ("on", True))
 JSON_PIECES = ['{"', '":', '",', '"}', "},", '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]
 
 
@@ -70,41 +75,88 @@ def with_tokenizer(target: str) -> Iterator[str]:
         yield str(copy)
 
 
+@dataclass(frozen=True)
+class _Row:
+    """One measurement."""
+
+    number: int  # of the round
+    result: LevelResult
+    ratio: float | None  # to the throughput without the schema; None without the schema
+
+    def cells(self) -> list[str]:
+        """Return the cells of the printed table."""
+        result, seconds = self.result, step_seconds(self.result.steady_counters or self.result.counters)
+        return [
+            str(self.number),
+            "on" if result.drafting else "off",
+            "no" if self.ratio is None else "yes",
+            f"{result.tokens_per_s:.0f}",
+            "" if self.ratio is None else f"{self.ratio:.3f}",
+            f"{result.acceptance.length or 1:.2f}",
+            *(f"{1000 * seconds[phase]:.2f}" for phase in PHASES),
+        ]
+
+    def level(self) -> dict[str, Any]:
+        """Return the figures for the result file."""
+        return {"round": self.number, "ratio": self.ratio, **describe_level(self.result)}
+
+
 def _prompts(length: int, seed: int, info: pb.GetVerifierInfoResponse) -> Iterator[Prompt]:
     return random_prompts(length, info.vocab_size, seed)
 
 
+@contextmanager
+def _served(pair: PairOptions, speculative_config: str) -> Iterator[str]:
+    with with_tokenizer(pair.target) as target, running_pair(replace(pair, target=target), speculative_config) as found:
+        yield found
+
+
 @click.command()
+@click.option("--server", metavar="HOST:PORT", help="Measure a running verifier, whose target has a tokenizer.")
 @pair_options
 @click.option("--concurrency", default=32, show_default=True, help="Concurrent requests.")
 @click.option("--rounds", default=2, show_default=True, help="Rounds of all four measurements.")
 @click.option("--prompt-tokens", default=256, show_default=True, help="Tokens per prompt.")
 @click.option("--output-tokens", default=400, show_default=True, help="Tokens per output.")
 @click.option("--json-schema", type=click.Path(exists=True, path_type=Path), help="File.  [default: an endless array]")
-@click.option("--speculative-config", default=SYNTHETIC, show_default=True, help="Option of the verifier.")
-def main(json_schema: Path | None, concurrency: int, rounds: int, speculative_config: str, **given: Any) -> None:
-    """Print output tokens per second of the steady state with and without a schema, their ratio, and acceptance."""
-    schema = SCHEMA if json_schema is None else json.loads(json_schema.read_text(encoding="utf-8"))
-    prompt_tokens, output_tokens = given.pop("prompt_tokens"), given.pop("output_tokens")
-    pair = pair_from(given)
-    with with_tokenizer(pair.target) as target:
-        pair = replace(pair, target=target).with_room_for(concurrency)
-        with running_pair(pair, speculative_config) as address:
-            for number in range(rounds):
-                found = []
-                samplings: list[dict[str, Any]] = [{}, {"structured_output": {"json_schema": schema}}]
-                for sampling in samplings:
-                    shape = Shape(output_tokens, 1.0, number, sampling)
-                    options = ServeOptions([Level(concurrency=concurrency)], shape, allows_skipped=True)
-                    found.append(measure(address, options, partial(_prompts, prompt_tokens, number))[1])
-                for free, structured in zip(*found, strict=True):
-                    ratio = structured.tokens_per_s / free.tokens_per_s
-                    drafting = "on" if free.drafting else "off"
-                    click.echo(
-                        f"round {number}, drafting {drafting}: {free.tokens_per_s:.0f} tokens/s, "
-                        f"with a schema {structured.tokens_per_s:.0f}, ratio {ratio:.3f}; acceptance length "
-                        f"{free.acceptance.length or 1:.2f}, with a schema {structured.acceptance.length or 1:.2f}"
-                    )
+@click.option("--speculative-config", default=SYNTHETIC, show_default=True, help="Option of the started verifier.")
+@json_option
+def main(server: str | None, speculative_config: str, json_path: Path | None, **given: Any) -> None:
+    """Print the throughput of the steady state with and without a schema, their ratio, and the phases of a step."""
+    schema = SCHEMA if given["json_schema"] is None else json.loads(given["json_schema"].read_text(encoding="utf-8"))
+    concurrency, rounds = given["concurrency"], given["rounds"]
+    if server is None:
+        pair = pair_from(given).with_room_for(concurrency)
+        with _served(pair, speculative_config) as address:
+            rows = [row for number in range(rounds) for row in _round(address, number, schema, given)]
+    else:
+        rows = [row for number in range(rounds) for row in _round(server, number, schema, given)]
+    title = "Output tokens/s of the steady state, acceptance length, and an engine step, mean ms by phase"
+    table = make_table(title, ("round", "drafts", "schema", "tokens/s", "ratio", "length", *PHASES))
+    for row in rows:
+        table.add_row(*row.cells())
+    report_console().print(table)
+    ratios = {name: [row.ratio for row in rows if row.ratio and row.result.drafting == on] for name, on in DRAFTING}
+    levels = [row.level() for row in rows]
+    write_json(json_path, describe() | {"schema": schema, "schema_ratios": ratios, "rounds": levels})
+
+
+def _round(address: str, number: int, schema: dict[str, Any], given: dict[str, Any]) -> list[_Row]:
+    """Measure without and with the schema, each without and with drafts."""
+    found: list[list[LevelResult]] = []
+    samplings: list[dict[str, Any]] = [{}, {"structured_output": {"json_schema": schema}}]
+    for sampling in samplings:
+        options = ServeOptions(
+            [Level(concurrency=given["concurrency"])],
+            Shape(given["output_tokens"], 1.0, number, sampling),
+            allows_skipped=True,
+        )
+        found.append(measure(address, options, partial(_prompts, given["prompt_tokens"], number))[1])
+    rows = []
+    for free, structured in zip(*found, strict=True):
+        ratio = structured.tokens_per_s / free.tokens_per_s
+        rows += [_Row(number, free, None), _Row(number, structured, ratio)]
+    return rows
 
 
 if __name__ == "__main__":

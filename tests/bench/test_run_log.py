@@ -49,6 +49,10 @@ def test_a_row_has_date_commit_machine_and_file(tmp_path: Path) -> None:
             {"rows": [{"delay_ms": 0.2, "ratio": 1.52}, {"delay_ms": 1.0, "ratio": 0.9751}]},
             "with over without drafts: 0.975 to 1.52 at 2 places",
         ),
+        (
+            {"schema_ratios": {"off": [0.9, 0.85], "on": [0.8]}},
+            "with a schema over without, drafts off 0.85 to 0.90, on 0.80 to 0.80",
+        ),
         ({"rows": [{"median_us": 3.0}]}, ""),
     ],
 )

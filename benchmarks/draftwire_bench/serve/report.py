@@ -34,7 +34,7 @@ def report(info: pb.GetVerifierInfoResponse, options: ServeOptions, results: Seq
             "seed": options.shape.seed,
             "warmup_tokens": options.warmup_tokens,
         },
-        "levels": [_level(result) for result in results],
+        "levels": [describe_level(result) for result in results],
         "speed_up": [{"level": str(on.level), "on_over_off": ratio} for on, ratio in speed_ups(results)],
     }
 
@@ -57,7 +57,8 @@ def describe_server(info: pb.GetVerifierInfoResponse) -> dict[str, Any]:
     }
 
 
-def _level(result: LevelResult) -> dict[str, Any]:
+def describe_level(result: LevelResult) -> dict[str, Any]:
+    """Return a level's figures for a result file."""
     return {
         "concurrency": result.level.concurrency,
         "request_rate": result.level.request_rate,
