@@ -24,6 +24,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import FutureTokens, SampledTokens, ScheduledRows
 from verifier_service.core.stop_conditions import Piece
 from verifier_service.drafters.draft_wait import DraftWaitPolicy
+from verifier_service.drafters.drafting import Drafting
 from verifier_service.engine import executor
 from verifier_service.engine.outputs import RequestOutputs, response
 from verifier_service.engine.step import Stage, Step
@@ -377,6 +378,20 @@ class Event:
 
     def elapsed_time(self, _: Event) -> float:
         return 0.0
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_each_step_on_a_gpu_is_counted_once(target, monkeypatch, is_drafted):
+    for module in (executor, runner, sampler):
+        monkeypatch.setattr(module, "record_event", lambda _: Event())
+    counted: list[float] = []
+    monkeypatch.setattr(Drafting, "count_step", lambda _, landed, **__: counted.append(landed))
+    own = Watched(target)
+    if is_drafted:
+        own.connect()
+    own.run(*(own.submit([n, 2], max_tokens=20, k=K * is_drafted) for n in range(3)))
+    landed = [what for what, _ in own.log if what == "land"]
+    assert len(counted) == len(set(counted)) == len(landed) > 5
 
 
 def test_masks_that_wait_for_tokens_hold_no_output_back(target, monkeypatch):

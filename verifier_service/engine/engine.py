@@ -218,10 +218,9 @@ class Engine:
     def _receive(self, *, wait: bool) -> bool:
         """Apply the events; return False if the engine must stop."""
         self.scheduler.deliver_cache_events()
-        if wait and not self._inbox.has_events():
-            self._count_step()
-            if not self._executor.is_prepared:  # else the forward pass hides this work
-                self._outputs.count()
+        # The forward pass of a prepared step, which waits for drafts, will hide this work.
+        if wait and not self._executor.is_prepared and not self._inbox.has_events():
+            self._count()
         return self._inbox.receive(wait=wait)
 
     def _send_to_drafters(self, *, has_answers: bool = True) -> None:
