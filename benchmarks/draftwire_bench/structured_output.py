@@ -16,7 +16,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ from verifier_service.core.tokenizer import has_tokenizer
 SCHEMA = {"type": "array", "minItems": 100000, "items": {"type": "string"}}
 SYNTHETIC = '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}'
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
-DRAFTING = (("off", False), ("on", True))
 JSON_PIECES = ['{"', '":', '",', '"}', "},", '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]
 
 
@@ -83,12 +82,17 @@ class _Row:
     result: LevelResult
     ratio: float | None  # to the throughput without the schema; None without the schema
 
+    @property
+    def drafts(self) -> str:
+        """Return "on" or "off"."""
+        return "on" if self.result.drafting else "off"
+
     def cells(self) -> list[str]:
         """Return the cells of the printed table."""
         result, seconds = self.result, step_seconds(self.result.steady_counters or self.result.counters)
         return [
             str(self.number),
-            "on" if result.drafting else "off",
+            self.drafts,
             "no" if self.ratio is None else "yes",
             f"{result.tokens_per_s:.0f}",
             "" if self.ratio is None else f"{self.ratio:.3f}",
@@ -124,19 +128,20 @@ def _served(pair: PairOptions, speculative_config: str) -> Iterator[str]:
 def main(server: str | None, speculative_config: str, json_path: Path | None, **given: Any) -> None:
     """Print the throughput of the steady state with and without a schema, their ratio, and the phases of a step."""
     schema = SCHEMA if given["json_schema"] is None else json.loads(given["json_schema"].read_text(encoding="utf-8"))
-    concurrency, rounds = given["concurrency"], given["rounds"]
-    if server is None:
-        pair = pair_from(given).with_room_for(concurrency)
-        with _served(pair, speculative_config) as address:
-            rows = [row for number in range(rounds) for row in _round(address, number, schema, given)]
-    else:
-        rows = [row for number in range(rounds) for row in _round(server, number, schema, given)]
+    if server is not None and (given["target"] or given["head"]):
+        raise click.UsageError("needs either --server or --target and --head")
+    with (
+        nullcontext(server)
+        if server is not None
+        else _served(pair_from(given).with_room_for(given["concurrency"]), speculative_config)
+    ) as address:
+        rows = [row for number in range(given["rounds"]) for row in _round(address, number, schema, given)]
     title = "Output tokens/s of the steady state, acceptance length, and an engine step, mean ms by phase"
     table = make_table(title, ("round", "drafts", "schema", "tokens/s", "ratio", "length", *PHASES))
     for row in rows:
         table.add_row(*row.cells())
     report_console().print(table)
-    ratios = {name: [row.ratio for row in rows if row.ratio and row.result.drafting == on] for name, on in DRAFTING}
+    ratios = {drafts: [row.ratio for row in rows if row.ratio and row.drafts == drafts] for drafts in ("off", "on")}
     levels = [row.level() for row in rows]
     write_json(json_path, describe() | {"schema": schema, "schema_ratios": ratios, "rounds": levels})
 

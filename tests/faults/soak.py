@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import shutil
 import sys
@@ -32,6 +31,7 @@ from census import MIB, Census, judge, take_census
 from demo_law import ROUNDING, DemoLaw, laws_after
 from draft_relay import DraftRelay
 from drafters import Drafter
+from freed_memory import freed_memory_returned
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -248,9 +248,8 @@ def _play(faults: Faults, minutes: float) -> None:
 def main(minutes: float, seed: int) -> None:
     """Run the soak and print what grew."""
     console = Console(width=160)
-    # Services return freed blocks from this size on to the system, so that the censuses count only memory in use.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)
     with contextlib.ExitStack() as close:
+        close.enter_context(freed_memory_returned())
         logs = Path(close.enter_context(tempfile.TemporaryDirectory(prefix="draftwire-soak-")))
         killed, starving, distant = drafters = _start_drafters(logs, close)
         relay = close.enter_context(DraftRelay(distant.address))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from freed_memory import freed_memory_returned
 from fuzz_answers import FakeDrafter, Plan
 from fuzz_streams import OWNER_STEPS, FindingError, Owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,7 +24,7 @@ from draftwire.contract.addresses import CHANNEL_OPTIONS
 from draftwire.v1 import config_pb2, draft_pb2
 from draftwire.v1 import generate_pb2 as pb
 from draftwire.v1 import generate_pb2_grpc as pb_grpc
-from draftwire_bench.processes import DRAFTWIRE, ServiceProcess, start_drafter
+from draftwire_bench.processes import ServiceProcess, start_drafter
 from models import SENTENCES, ModelShelf, make_tokenizer
 
 # Timeout of each operation, long enough for other load on the CPU. No other time is judged.
@@ -40,10 +41,6 @@ MAX_GROWTH = {"memory": 96 << 20, "files": 40, "threads": 24}
 LEAST_SAMPLES = 100
 MAX_RISE = 24 << 20
 IMPATIENT = Path(__file__).with_name("impatient.py")
-# Starts a program that returns freed blocks of at least 1 MiB to the system at once. By default glibc raises its limits
-# with each large block. Then it keeps up to 64 MiB at the end of each arena, and a service has an arena for each of its
-# first 8 threads per CPU. The arenas reach these sizes one after another, as if memory leaked.
-RETURNING = ("env", f"MALLOC_MMAP_THRESHOLD_={1 << 20}")
 
 
 # Harmless errors that grpc logs: an answer to its client cannot be decoded, a header is not UTF-8, or a peer hung up
@@ -238,18 +235,21 @@ async def opened_world(shelf: ModelShelf, logs: Path, top_n: int) -> AsyncIterat
     fakes = [FakeDrafter(top_n, wrong_answers, is_direct=number % 2 == 1) for number in range(NUM_FAKES)]
     servers = [await fake.start() for fake in fakes]
     common = ("--device", "cpu", "--metrics-listen", "127.0.0.1:0")
-    log, program = logs / "drafter.log", (*RETURNING, *DRAFTWIRE)
-    drafter = await asyncio.to_thread(
-        start_drafter, head, target, *common, log_path=log, timeout_s=START_S, program=program
-    )
+    with freed_memory_returned():
+        drafter = await asyncio.to_thread(
+            start_drafter, head, target, *common, log_path=logs / "drafter.log", timeout_s=START_S
+        )
     logits = f'{{"top_n": {top_n}}}' if top_n else '"dense"'
     config = f'{{"num_speculative_tokens": 4, "draft_sample_method": "gumbel", "draft_logits": {logits}}}'
     addresses = ",".join([drafter.address, *(fake.address for fake in fakes)])
     options = ["--target", str(target), "--drafters", addresses, "--listen", "127.0.0.1:0", *common]
     options += ["--speculative-config", config, "--draft-deadline-ms", "1000", "--no-adaptive-k"]
     make_verifier: Callable[..., Awaitable[ServiceProcess]] = asyncio.to_thread
-    log, program = logs / "verifier.log", (*RETURNING, sys.executable, str(IMPATIENT))
-    verifier = await make_verifier(ServiceProcess, ["verifier", *options], log, START_S, program=program)
+    program = (sys.executable, str(IMPATIENT))
+    with freed_memory_returned():
+        verifier = await make_verifier(
+            ServiceProcess, ["verifier", *options], logs / "verifier.log", START_S, program=program
+        )
     channel_options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     try:
         async with (

@@ -218,7 +218,7 @@ class Engine:
     def _receive(self, *, wait: bool) -> bool:
         """Apply the events; return False if the engine must stop."""
         self.scheduler.deliver_cache_events()
-        # The forward pass of a prepared step, which waits for drafts, will hide this work.
+        # If a prepared step waits for drafts, the last step is counted later, while the device computes.
         if wait and not self._executor.is_prepared and not self._inbox.has_events():
             self._count()
         return self._inbox.receive(wait=wait)

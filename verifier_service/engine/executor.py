@@ -93,7 +93,7 @@ class Executor:
                 if running is step:
                     step.forward = self._run_forward(_forward_input(step.rows, in_flight))
                     step.advance(Stage.RELEASED)
-                # Now, because the launch of masked sampling waits for the step in flight.
+                # Checked now: masks of structured output make `_launch_sampling` wait for the step in flight.
                 running.is_late = in_flight is not None and in_flight.marks is not None and in_flight.is_done
                 self._launch_sampling(running, in_flight)
                 running.is_beside = in_flight is not None

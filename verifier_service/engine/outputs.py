@@ -189,8 +189,8 @@ class RequestOutputs:
     def deliver_behind(self, step: Step | None) -> None:
         """Deliver output while the device computes `step`, or hold it back until the next step.
 
-        Output is held back if `step` is late, so that the device waits for the host: one message for several steps
-        takes less time of the interpreter, which this thread shares with the thread that writes messages.
+        If `step` is late, the device waits for the host, and output is held back: one message for several steps takes
+        less time of the interpreter, which this thread shares with the thread that writes messages.
         """
         is_late = step is not None and step.is_late
         self._num_held = self._num_held + 1 if is_late and self._num_held < MOST_STEPS_HELD else 0

@@ -56,7 +56,7 @@ class Step:
     stage: Stage = Stage.PLANNED
     num_rows: int = 0  # rows that the device computes, including padding for missing drafts
     is_beside: bool = False  # whether another step was in flight when this one was executed
-    is_late: bool = False  # whether the device had finished the step in flight when this forward pass was launched
+    is_late: bool = False  # whether the step in flight ended before this step's forward pass was launched
     is_delayed: bool = False  # whether a step with prompts was executed before this one was committed
     forward: ForwardOutput | None = None  # from RELEASED to SAMPLED
     sampler_output: SamplerOutput | None = None  # of the rows that sample, from SAMPLED to COMMITTED
