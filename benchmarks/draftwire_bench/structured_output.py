@@ -15,7 +15,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,17 +46,25 @@ LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
 JSON_PIECES = ['{"', '":', '",', '"}', "},", '":"', '","', '"id":', '"text":', '"kind":', "[{", "}]"]
 
 
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Write a byte-level tokenizer with the given number of tokens; the last token is special."""
+def write_tokenizer(directory: Path, vocab_size: int, end_ids: Collection[int]) -> None:
+    """Write a byte-level tokenizer with the given number of tokens; those at `end_ids` are special.
+
+    An end id that were text would be allowed in strings, and the verifier would have to tell both meanings apart in
+    every mask.
+    """
     draw = random.Random(0)
     pieces = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *JSON_PIECES])
-    while len(pieces) < vocab_size - 1:
+    while len(pieces) < vocab_size:
+        if len(pieces) in end_ids:
+            pieces[f"<end {len(pieces)}>"] = None
+            continue
         word = "".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randrange(2, 11)))
         pieces[draw.choice(["Ġ", ""]) + word] = None
     tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(directory)
+    tokenizer.add_special_tokens([f"<end {token}>" for token in sorted(end_ids)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
 @contextmanager
@@ -70,7 +78,8 @@ def with_tokenizer(target: str) -> Iterator[str]:
         copy = Path(folder) / directory.name
         shutil.copytree(directory, copy)
         config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
-        write_tokenizer(copy, config["vocab_size"])
+        end = config.get("eos_token_id") or []
+        write_tokenizer(copy, config["vocab_size"], [end] if isinstance(end, int) else end)
         yield str(copy)
 
 
