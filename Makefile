@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make demo          chat with SmolLM2-135M-Instruct (93 MB, downloaded once), with and without drafts; DEMO=tiny needs no download'
 	@echo 'make demo-gateway  both services behind the OpenAI HTTP API: a chat, a tool call, JSON by a schema'
-	@echo 'make test          lint, units, the contract, reference kernels'
+	@echo 'make test          lint, units, the contract, reference kernels, one path through both services'
 	@echo 'make test-full     the rest: both services, exactness, hostile input, kernels in the interpreter'
 	@echo 'make test-gpu      tests that need a GPU, and kernels and heads compiled for it; some tests need two GPUs'
 	@echo 'make test-faults   faults of drafters, network, clients and verifiers; as root also lost packets'

@@ -23,8 +23,8 @@ from verifier_service.api.preparation import DEFAULT_RULES, RequestRules
 from verifier_service.api.requests import RequestHandler
 from verifier_service.core.tokenizer import TextCodec
 from verifier_service.engine.engine import EngineLimits
-from verifier_service.host.access import InProcessEngine
 from verifier_service.host.host import EngineHost
+from verifier_service.host.in_process import InProcessEngine
 from verifier_service.target.target import Target
 
 END = 1

@@ -22,7 +22,8 @@ from verifier_service.api.service import SERVICE_NAME, GenerationServicer
 from verifier_service.api.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
 from verifier_service.api.vllm_engine import VllmEngineServicer
 from verifier_service.core.tokenizer import find_tokenizer, warn_of_ids_beyond
-from verifier_service.host.access import EngineAccess, InProcessEngine
+from verifier_service.host.access import EngineAccess
+from verifier_service.host.in_process import InProcessEngine
 from verifier_service.host.process import EngineProcess
 from verifier_service.host.remote_engine import EngineProxy
 from verifier_service.options import VerifierOptions

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop import advance
 from drafter_service.draft_loop.confidence import max_probability
 from drafter_service.draft_loop.inputs import LoopInputs
 from drafter_service.draft_loop.sampling import DraftSampler
@@ -51,7 +51,7 @@ class LoopContext(DraftContext):
         if self.wants_confidences and confidences is None:
             confidences = max_probability(logits)
         columns = self._memory.sampler.draw(logits, self._mode, offset, self._inputs, self._state)
-        loop_state.record(columns, offset, self._inputs, self._state, self._memory.draft_token_ids, confidences)
+        advance.record(columns, offset, self._inputs, self._state, self._memory.draft_token_ids, confidences)
         return self._state.next_tokens
 
     def next_rows(self) -> Rows:
@@ -61,7 +61,7 @@ class LoopContext(DraftContext):
         return Rows(state.next_tokens, state.next_positions, batch)
 
     def block(self, num_rows: int) -> Rows:
-        block = loop_state.begin_block(self._inputs, self._state, num_rows)
+        block = advance.begin_block(self._inputs, self._state, num_rows)
         ends = self._memory.row_ends[: len(block.lengths) + 1] * num_rows
         batch = self._batch(block.slots, ends, block.lengths, num_rows)
         return Rows(block.tokens, block.positions, batch)

@@ -1,4 +1,4 @@
-"""Kernels between the passes of a draft step, one launch each; `drafter_service.draft_loop.state` documents them."""
+"""Kernels between the passes of a draft step, one launch each; `drafter_service.draft_loop.advance` documents them."""
 
 from __future__ import annotations
 

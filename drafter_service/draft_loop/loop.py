@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop import advance
 from drafter_service.draft_loop.context import LoopContext, LoopMemory
 from drafter_service.draft_loop.inputs import PackedInputs
 from drafter_service.draft_loop.logits_buffers import LogitsBuffers
@@ -88,7 +88,7 @@ class DraftLoop:
         self.inputs.send(shape.num_sequences, shape.num_rows)
         inputs = self.inputs.device(shape.num_sequences, shape.num_rows)
         state = self._state.view(shape.num_sequences, shape.num_rows)
-        loop_state.begin(inputs, self.tables, state)
+        advance.begin(inputs, self.tables, state)
         states = self.states[: shape.num_rows]
         context = LoopContext(self._memory, shape.mode, inputs, state, states, shape.max_rows)
         self._head.draft(context, shape.num_drafts)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftwire_kernels.reference.attention_groups import Group, groups_of
+from draftwire_kernels.attention_groups import Group, groups_of
 from draftwire_kernels.validation import check_tensor
 
 BLOCK_SIZE = 16

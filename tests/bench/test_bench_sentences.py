@@ -27,7 +27,7 @@ def test_skipped_work_has_a_consequence_and_its_causes() -> None:
     )
 
 
-def test_without_causes_none_are_told() -> None:
+def test_without_causes_none_are_described() -> None:
     text = work_text("4 off", ["1 output tokens instead of 2"], pb.EngineCounters())
     assert text.endswith("do not compare it to runs that do all of the work.")
 

@@ -155,7 +155,7 @@ def test_skipped_rows_fail_a_synthetic_run():
     assert "44 rows were verified instead of 48" in result.output
 
 
-def test_skipped_rows_are_told_where_acceptance_is_real():
+def test_skipped_rows_are_shown_where_acceptance_is_real():
     with served(FakeVerifier(forgotten_rows=1, synthetic=False)) as address:
         result = bench("--server", address, *SMALL, "--drafting", "on")
     assert result.exit_code == 0

@@ -57,14 +57,14 @@ def wider_window(monkeypatch: pytest.MonkeyPatch) -> None:
         ("blenderbot", "", NOT_MADE, "ValueError"),
     ],
 )
-def test_types_are_told_apart(model_type: str, dtype: str, outcome: str, detail: str) -> None:
+def test_types_are_distinguished(model_type: str, dtype: str, outcome: str, detail: str) -> None:
     finding = try_type(model_type)
     assert (finding.model_type, finding.dtype, finding.outcome) == (model_type, dtype, outcome)
     assert detail in finding.detail
 
 
 @pytest.mark.gpu
-def test_types_are_told_apart_on_a_gpu() -> None:
+def test_types_are_distinguished_on_a_gpu() -> None:
     # jetmoe's forward pass copies the number of rows per expert to the host.
     refused, *served = try_all(["jetmoe", "mistral", "mixtral"], GPU, 1)
     assert (refused.dtype, refused.outcome) == ("float32", REFUSED), refused.detail

@@ -282,7 +282,7 @@ def test_noise_in_the_memory_is_read_or_ends_the_channel():
 # The mailbox of a thread that waits for items and messages.
 
 
-def test_items_come_in_order_and_empty_is_told():
+def test_items_come_in_order_and_empty_is_reported():
     box: Mailbox[int] = Mailbox()
     with pytest.raises(queue.Empty):
         box.get_nowait()

@@ -231,7 +231,7 @@ def test_unknown_command_exits_with_2():
 @pytest.mark.parametrize(
     ("error", "code"), [(InvalidArgumentError("k", 17, "at most 16"), 2), (CheckpointError("no such directory"), 1)]
 )
-def test_errors_of_any_command_are_told_in_one_line(monkeypatch, error, code):
+def test_errors_of_any_command_take_one_line(monkeypatch, error, code):
     @click.command()
     def failing() -> None:
         raise error

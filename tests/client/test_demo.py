@@ -68,7 +68,7 @@ def test_text_colours_accepted_drafts_alone(verifier, monkeypatch):
     assert f"{dim}prompt {reset}é{green} b{reset} {green}end{reset}\n" in console.file.getvalue()
 
 
-def test_missing_model_is_told(tmp_path):
+def test_missing_model_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         demo.run_demo(tmp_path / "head", tmp_path / "target", demo.PROMPTS[:1], 8, Console(file=io.StringIO()))
 

@@ -23,7 +23,7 @@ def explained(drafted: int, steps: int, before: pb.GetVerifierInfoResponse, afte
     return explain_missing_drafts(Statistics(verify_steps=steps, drafted=(drafted, 0)), before, after) or ""
 
 
-def test_pacing_is_told_with_what_it_measured() -> None:
+def test_pacing_is_shown_with_its_measurements() -> None:
     before, after = info(PACE=5, LATE=90), info((40.4, 0.0, 33.2), PACE=33, LATE=92, LAST_TOKEN=99)
     assert explained(3, 31, before, after) == (
         "28 of 31 steps had no drafts: pacing has switched drafting off: decoding without drafts is faster, or is "
@@ -40,7 +40,7 @@ def test_pacing_is_told_with_what_it_measured() -> None:
         ("LATE", "its drafter missed the draft deadline"),
     ],
 )
-def test_other_causes_are_told(cause: str, text: str) -> None:
+def test_other_causes_are_described(cause: str, text: str) -> None:
     assert explained(0, 2, info(), info(**{cause: 2})) == f"2 of 2 steps had no drafts: {text}"
 
 

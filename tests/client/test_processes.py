@@ -157,7 +157,7 @@ def test_service_that_is_late_is_stopped():
         start_drafter("slow", "t", timeout_s=0.5)
 
 
-def test_command_that_does_not_exist_is_told():
+def test_command_that_does_not_exist_is_reported():
     with pytest.raises(ServerError, match=r"(?s)ended with status 2.*No such command"):
         ServiceProcess(["nobody"])
 

@@ -98,7 +98,7 @@ def test_one_look_shows_what_drafters_are_asked_for_and_why(address):
     assert rows == [["10.0.0.1:50052", "0", "3", "0.75", "1.50", "5.00", "200", "-", "140", "150"]]
 
 
-def test_one_look_shows_the_memory_of_each_process_that_has_told(address):
+def test_one_look_shows_the_memory_of_each_reporting_process(address):
     result = CliRunner(env={"COLUMNS": "160"}).invoke(main, ["status", "--server", address, "--interval", "0.1"])
     shown = result.output.partition("memory, MiB")[2].splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown if line.startswith("│")]

@@ -244,7 +244,7 @@ def test_reflection_answers_many_questions(play):
     play(scene)
 
 
-def test_each_call_of_a_burst_is_told_why_it_is_refused(play, monkeypatch):
+def test_each_call_of_a_burst_learns_why_it_is_refused(play, monkeypatch):
     """By default gRPC drops calls with CANCELLED while 1000 calls wait to be accepted."""
     monkeypatch.setattr(message_reading, "MESSAGE_S", 10 * TIMEOUT_S)
     monkeypatch.setattr(message_reading, "CONTENDED_S", 10 * TIMEOUT_S)

@@ -392,7 +392,7 @@ def test_json_text_and_file_give_the_same_config(tmp_path):
         ('{"num_speculative_tokens": null, "k": 3}', "speculative_config.k = 3: unknown name"),
     ],
 )
-def test_wrong_arguments_are_told(argument, message):
+def test_wrong_arguments_are_named(argument, message):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_speculative_config(argument)
     assert message in str(caught.value)

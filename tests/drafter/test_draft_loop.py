@@ -8,7 +8,7 @@ import torch
 from harness import SAME_LOGITS, Reply, Rows, Text, connect, make_engine, opened
 from tiny_head import TinyHead
 
-from drafter_service.draft_loop import state as loop_state
+from drafter_service.draft_loop import advance
 from drafter_service.draft_loop.confidence import max_probability
 from drafter_service.draft_loop.graphs import batch_sizes
 from drafter_service.draft_loop.inputs import LoopInputs, PackedInputs, fill, fill_rows
@@ -59,7 +59,7 @@ def make_state(device: torch.device) -> LoopState:
 def test_the_pass_over_the_accepted_rows() -> None:
     inputs, tables = make_inputs(CPU)
     state = make_state(CPU)
-    loop_state.begin(inputs, tables, state)
+    advance.begin(inputs, tables, state)
     assert state.tokens.tolist() == [10, 11, 12, 13, 14, 20, 30, 31, 0, 0]
     assert state.positions.tolist() == [14, 15, 16, 17, 18, 131, 4785, 4786, 0, 0]
     # Places 14 and 15 lie in block 40, 16 to 18 in block 41; padding lies in block 0.
@@ -79,9 +79,9 @@ def test_the_passes_over_the_drafts() -> None:
     inputs, tables = make_inputs(CPU)
     state = make_state(CPU)
     draft_token_ids = torch.tensor([0, 2, 4, 6])
-    loop_state.begin(inputs, tables, state)
+    advance.begin(inputs, tables, state)
     confidences = torch.tensor([0.9, 0.25, 0.0, 1.0])
-    loop_state.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids, confidences)
+    advance.record(torch.tensor([3, 1, -1, 0]), 0, inputs, state, draft_token_ids, confidences)
     assert torch.equal(state.confidences[:, 0], confidences)
     assert state.drafts[:, 0].tolist() == [6, 2, -1, -1]  # no distribution, and padding
     assert state.next_tokens.tolist() == [6, 2, 0, 0]
@@ -90,7 +90,7 @@ def test_the_passes_over_the_drafts() -> None:
     assert state.next_positions.tolist() == [19, 0, 4787, 0]
     assert state.next_slots.tolist() == [41 * 16 + 3, 1, 299 * 16 + 3, 3]
     assert state.next_lengths.tolist() == [20, 1, 4788, 1]
-    loop_state.record(torch.tensor([2, 1, 1, 0]), 1, inputs, state, None)
+    advance.record(torch.tensor([2, 1, 1, 0]), 1, inputs, state, None)
     # No draft follows a missing draft, and the second sequence wants one draft.
     assert state.drafts[:, :2].tolist() == [[6, 2], [2, -1], [-1, -1], [-1, -1]]
     assert state.next_positions.tolist() == [20, 0, 0, 0]
@@ -100,8 +100,8 @@ def test_the_passes_over_the_drafts() -> None:
 def test_a_block_behind_the_true_rows() -> None:
     inputs, tables = make_inputs(CPU)
     state = make_state(CPU)
-    loop_state.begin(inputs, tables, state)
-    block = loop_state.begin_block(inputs, state, 3)
+    advance.begin(inputs, tables, state)
+    block = advance.begin_block(inputs, state, 3)
     assert block.tokens.tolist() == [0] * 12
     assert block.positions.tolist() == [19, 20, 21, 132, 133, 134, 4787, 4788, 4789, 0, 0, 0]
     # Places 19 to 21 lie in block 41, 32 to 34 in block 52, 4787 to 4789 in block 299; padding lies in block 0.
@@ -109,7 +109,7 @@ def test_a_block_behind_the_true_rows() -> None:
     assert block.slots.tolist() == slots
     assert block.lengths.tolist() == [22, 35, 4790, 3]
     inputs.num_drafts[1] = 0
-    block = loop_state.begin_block(inputs, state, 3)
+    block = advance.begin_block(inputs, state, 3)
     assert block.slots.tolist() == [*slots[:3], 3, 4, 5, *slots[6:]]
     assert block.lengths.tolist() == [22, 3, 4790, 3]
 
@@ -121,8 +121,8 @@ def test_the_kernel_makes_the_block_that_torch_makes(num_rows: int) -> None:
     inputs, tables = make_inputs(CPU)
     state = make_state(CPU)
     inputs.num_drafts[1] = 0
-    loop_state.begin(inputs, tables, state)
-    expected = loop_state.begin_block(inputs, state, num_rows)
+    advance.begin(inputs, tables, state)
+    expected = advance.begin_block(inputs, state, num_rows)
     block = type(expected)(*(torch.full_like(part, 7, device=device) for part in expected))
     inputs, state = (type(of)(*(part.to(device) for part in of)) for of in (inputs, state))
     kernels.begin_block(inputs, state, block, num_rows)
@@ -139,12 +139,12 @@ def test_the_kernels_compute_what_torch_computes(reduced_vocabulary: bool, sure:
     columns = [torch.tensor([3, 1, -1, 0]), torch.tensor([2, -1, 1, 3])]
     inputs, expected_tables = make_inputs(CPU)
     expected = make_state(CPU)
-    loop_state.begin(inputs, expected_tables, expected)
+    advance.begin(inputs, expected_tables, expected)
     inputs, tables = make_inputs(device)
     state = make_state(device)
     kernels.begin(inputs, tables, state)
     for offset in range(2):
-        loop_state.record(columns[offset], offset, make_inputs(CPU)[0], expected, ids, sure)
+        advance.record(columns[offset], offset, make_inputs(CPU)[0], expected, ids, sure)
         given = (columns[offset].to(device), offset, inputs, state)
         on_device = None if sure is None else sure.to(device)
         kernels.record(*given, None if ids is None else ids.to(device), on_device)

@@ -144,7 +144,7 @@ def test_heads_are_called_by_their_directory_or_hub_id(tmp_path: Path) -> None:
         (["--head", "./missing"], CheckpointError),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_served(
+def test_wrong_options_are_refused_before_serving(
     target_dir: Path, arguments: list[str], error: type[DraftwireError]
 ) -> None:
     directory = str(target_dir)

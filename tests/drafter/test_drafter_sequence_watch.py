@@ -33,7 +33,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str,
     return [(one.levelname, one.getMessage(), getattr(one, "fields", {})) for one in caplog.records]
 
 
-def test_a_sequence_is_told_when_it_opens_and_ends(caplog):
+def test_a_sequence_is_logged_when_it_opens_and_ends(caplog):
     caplog.set_level(logging.DEBUG)
     watch = SequenceWatch("verifier-7")
     watch.take_step(opening(["r-1", "r-2"]))

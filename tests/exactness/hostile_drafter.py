@@ -64,7 +64,7 @@ async def at_once(answers: list[pb.Drafts]) -> AsyncIterator[pb.Drafts]:
 
 @dataclass
 class HostileDrafter(draft_pb2_grpc.DraftingServicer):
-    """Answers every step with the proposals of `proposer` for its wishes, delivered by `deliver`."""
+    """Answers every step with the proposals of `proposer` for the requested drafts, delivered by `deliver`."""
 
     proposer: Propose
     deliver: Deliver = at_once

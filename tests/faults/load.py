@@ -149,7 +149,7 @@ class Load:
             self.failures.append(str(error))
             return None
         if completion.statistics.output_tokens != len(completion.token_ids):
-            self.failures.append(f"{completion.statistics.output_tokens} tokens were told, not {completion.token_ids}")
+            self.failures.append(f"{completion.statistics.output_tokens} tokens counted, not {completion.token_ids}")
         return completion
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:

@@ -133,7 +133,7 @@ async def connection(world: World, rng: Random) -> Outcomes:
     finally:
         writer.close()
     if b"Traceback" in got or b"<class" in got:
-        raise FindingError(f"the {name} told of its inside: {got!r}")
+        raise FindingError(f"the {name} shows its inside: {got!r}")
     return Counter([f"{name} answered" if got else f"{name} closed"])
 
 

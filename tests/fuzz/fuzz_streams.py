@@ -126,7 +126,7 @@ class Owner:
             same = all(list(getattr(answer, name)) == list(getattr(expected, name)) for name in names)
             same = same and answer.tokens.data == expected.tokens.data
             if not same or not alike(logits_of(answer), logits_of(expected)):
-                raise FindingError(f"owner {self._which} was answered {_told(answer)}, expected {_told(expected)}")
+                raise FindingError(f"owner {self._which} was answered {_shown(answer)}, expected {_shown(expected)}")
 
 
 def logits_of(drafts: pb.Drafts) -> np.ndarray:
@@ -139,6 +139,6 @@ def alike(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
-def _told(drafts: pb.Drafts) -> str:
+def _shown(drafts: pb.Drafts) -> str:
     tokens = np.frombuffer(drafts.tokens.data, np.int32).tolist()
     return f"{list(drafts.sequence_ids)} {list(drafts.statuses)} {list(drafts.committed_lengths)} {tokens}"

@@ -96,7 +96,7 @@ def test_a_message_past_the_limit_is_refused_unread(limited):
 @pytest.mark.parametrize(
     "prompt", [[5] * MAX_MODEL_LEN, "word " * MAX_MODEL_LEN, "word " * 100_000], ids=["ids", "text", "long text"]
 )
-def test_a_prompt_past_the_context_is_told_how_long_one_may_be(limited, prompt):
+def test_a_prompt_past_the_context_learns_the_longest_length(limited, prompt):
     with pytest.raises(DraftwireError, match=rf"prompt = \d+ (tokens|bytes): allowed range \[1, {MAX_MODEL_LEN - 1}\]"):
         limited.client.complete(prompt)
     limited.generate(limited.client)

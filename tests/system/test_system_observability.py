@@ -91,7 +91,7 @@ def test_a_request_without_a_name_gets_one(services):
     assert services.lines(services.verifier, request_id)[-1]["message"] == "request finished"
 
 
-def test_a_refused_request_is_told_by_its_field_alone(services):
+def test_a_refused_request_is_logged_by_its_field_alone(services):
     with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
         generate(services.verifier.address, "r-43", top_p=7)
     (line,) = services.lines(services.verifier, "r-43")
@@ -100,10 +100,10 @@ def test_a_refused_request_is_told_by_its_field_alone(services):
         generate(services.verifier.address, "two words")
 
 
-def test_a_request_whose_client_goes_is_told_as_cancelled(services):
+def test_a_request_whose_client_goes_is_logged_as_cancelled(services):
     names = (f"gone-{attempt}" for attempt in range(1000))
 
-    def is_told() -> bool:
+    def is_logged() -> bool:
         """Return whether a request that is cancelled after its first token is logged as cancelled."""
         name = next(names)
         with Client(services.verifier.address) as client:
@@ -113,7 +113,7 @@ def test_a_request_whose_client_goes_is_told_as_cancelled(services):
         wait_for(lambda: ends_of(services, name) != [], "the line about the request")
         return ends_of(services, name) == ["cancelled"]
 
-    wait_for(is_told, "a request that ends as cancelled")
+    wait_for(is_logged, "a request that ends as cancelled")
 
 
 def ends_of(services: Watched, request_id: str) -> list[str]:

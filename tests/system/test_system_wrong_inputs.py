@@ -112,7 +112,7 @@ REQUESTS = [
 ]
 
 
-def test_wrong_requests_are_told_what_is_allowed(serving, generation):  # noqa: ARG001
+def test_wrong_requests_learn_what_is_allowed(serving, generation):  # noqa: ARG001
     for request, message in REQUESTS:
         code, details = refusal(generation.Generate(request))
         assert code == grpc.StatusCode.INVALID_ARGUMENT

@@ -27,9 +27,10 @@ from verifier_service.api.preparation import DEFAULT_RULES
 from verifier_service.api.requests import RequestHandler
 from verifier_service.api.vllm_engine import VllmEngineServicer
 from verifier_service.engine.engine import EngineLimits
-from verifier_service.host.access import EngineAccess, InProcessEngine
+from verifier_service.host.access import EngineAccess
 from verifier_service.host.channel import Outbox, receive
 from verifier_service.host.host import EngineHost
+from verifier_service.host.in_process import InProcessEngine
 from verifier_service.host.remote_engine import EngineProxy
 from verifier_service.host.server import run_engine
 

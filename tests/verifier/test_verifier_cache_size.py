@@ -91,7 +91,7 @@ def test_the_cache_gets_what_others_and_activations_leave(monkeypatch, foreign, 
     assert memory.left_for_cache(utilization, lambda: gpu.take(step * GIB)) == left * GIB
 
 
-def test_a_largest_step_that_does_not_fit_is_told(monkeypatch):
+def test_a_largest_step_that_does_not_fit_is_described(monkeypatch):
     FakeGpu(monkeypatch)
 
     def step() -> None:

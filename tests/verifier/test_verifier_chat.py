@@ -157,7 +157,7 @@ async def test_tokenize_returns_what_generate_takes(tmp_path: Path) -> None:
 
 
 @play
-async def test_detokenize_leaves_special_tokens_out_unless_told(tmp_path: Path) -> None:
+async def test_detokenize_leaves_special_tokens_out_unless_asked(tmp_path: Path) -> None:
     ids = [3, VOCAB - 1, 4]
     async with served(codec_of(word_tokenizer(num_words=VOCAB - 1, added=["<s>"]), tmp_path)) as stub:
         without = await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))

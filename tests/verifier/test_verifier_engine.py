@@ -264,7 +264,7 @@ def test_drafts_of_heads_of_different_vocabularies_share_a_step(target, monkeypa
     assert [stream.failure for stream in streams] == [None, None]
 
 
-def test_a_failure_outside_a_step_ends_all_requests_and_is_told(target, monkeypatch):
+def test_a_failure_outside_a_step_ends_all_requests(target, monkeypatch):
     own = Served(target, max_num_seqs=2)
     requests = [own.submit(max_tokens=50) for _ in range(3)]
 

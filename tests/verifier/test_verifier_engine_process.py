@@ -159,7 +159,7 @@ async def test_an_engine_that_fails_ends_its_requests_and_says_so(monkeypatch):
 
 
 @play
-async def test_a_call_that_cannot_be_told_or_taken_ends_alone():
+async def test_a_call_that_cannot_be_sent_or_taken_ends_alone():
     one = served()
     host = one.host
     info, submit = host.info, host.submit
@@ -246,7 +246,7 @@ def test_errors_arrive_as_they_were(error: DraftwireError):
     ("device", "given", "has"),
     [("cuda:1", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
 )
-def test_a_gpu_has_an_engine_process_unless_told_otherwise(device, given, has):
+def test_a_gpu_has_an_engine_process_unless_set_otherwise(device, given, has):
     assert engine_process.has_engine_process(VerifierOptions("t", device=device, engine_process=given)) is has
 
 

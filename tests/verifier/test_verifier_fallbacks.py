@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Played], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_cause_is_told(case: str):
+def test_the_cause_is_described(case: str):
     play, cause = CASES[case]
     scene, one = play()
     scene.flush()

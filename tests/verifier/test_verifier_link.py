@@ -195,7 +195,7 @@ async def test_the_memory_is_noted_and_noted_anew_while_answers_come(monkeypatch
 
 
 @on_loop
-async def test_a_draining_drafter_is_told_and_left_when_streams_end():
+async def test_a_draining_drafter_is_logged_and_left_when_streams_end():
     drafter = Drafter()
 
     class Leaving(Drafter):

@@ -177,7 +177,7 @@ def test_requests_beside_each_other_get_their_own() -> None:
         assert len(own.tokens(busy)) == 40
 
 
-def test_a_preempted_prompt_is_told_once() -> None:
+def test_a_preempted_prompt_is_logged_once() -> None:
     """The cache is too small for both requests, so one is preempted."""
     with Served(make_target(), num_blocks=6, max_prefill_rows=5) as own:
         first = own.submit([3, 1, 4], max_tokens=50)

@@ -116,7 +116,7 @@ def test_ties_among_reported_tokens_do_not_depend_on_the_batch():
         assert top_ids_of(5) == top_ids_of(5, 20) == top_ids_of(5, 1, 12)
 
 
-def test_where_nothing_could_be_drawn_nothing_is_told():
+def test_where_nothing_could_be_drawn_nothing_is_reported():
     made = make_sampler(VOCAB)
     works = [ScheduledRows(make_request([5], keys=10 * i, logprobs=1), 0, [5], None, samples=True) for i in range(2)]
     logits = torch.randn(2, VOCAB)

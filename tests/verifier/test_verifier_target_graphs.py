@@ -157,7 +157,7 @@ def graph(monkeypatch: pytest.MonkeyPatch) -> EndedCapture:
         (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError, "^no memory$"),
     ],
 )
-def test_what_ended_the_capture_is_told(
+def test_what_ended_the_capture_is_described(
     graph: EndedCapture, error: Exception, raised: type[Exception], message: str
 ) -> None:
     def forward(*_: object) -> None:

@@ -328,7 +328,7 @@ def test_a_held_step_computes_what_it_computes_at_once(runner, count):
 @pytest.mark.usefixtures("no_recompilation")
 @pytest.mark.parametrize("count", [1, 3, MAX_NUM_SEQS])
 @torch.inference_mode()
-def test_a_held_step_may_be_told_its_rows_when_it_starts(runner, count):
+def test_a_held_step_may_get_its_rows_when_it_starts(runner, count):
     """Each sequence may have fewer rows than the step was launched with."""
     sequences = prompted(runner, count)
     rng = random.Random(count)

@@ -111,10 +111,10 @@ async def test_dropped_streams_are_in_one_more_step_at_most(is_async, monkeypatc
     """The engine counts a step when it begins, so a step that runs at the time of the cancel is already counted."""
     scene = served(behind_socket=False, is_async=is_async)
     engine = scene.host.engine
-    cancel, steps_when_told = engine.cancel, []
+    cancel, steps_when_cancelled = engine.cancel, []
 
     def note_and_cancel(cancelled: Request, *given: Any) -> None:
-        steps_when_told.append(engine.counters().steps)
+        steps_when_cancelled.append(engine.counters().steps)
         cancel(cancelled, *given)
 
     monkeypatch.setattr(engine, "cancel", note_and_cancel)
@@ -125,8 +125,8 @@ async def test_dropped_streams_are_in_one_more_step_at_most(is_async, monkeypatc
         for call in calls:
             call.cancel()
         await scene.until_idle()
-        assert len(steps_when_told) == 2
-        assert engine.counters().steps <= steps_when_told[-1] + 1 < LONG
+        assert len(steps_when_cancelled) == 2
+        assert engine.counters().steps <= steps_when_cancelled[-1] + 1 < LONG
         assert engine.kv_cache_usage == 0
 
 
@@ -181,7 +181,7 @@ async def test_model_and_server_are_described_and_the_tokenizer_comes(tmp_path):
 
 
 @play
-async def test_without_sampling_defaults_none_are_described(tmp_path):
+async def test_without_sampling_defaults_none_are_shown(tmp_path):
     """This is the case with --generation-config none."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3}))

@@ -146,7 +146,7 @@ def test_without_a_stream_there_is_one_response():
     assert (complete.spec_accepted_tokens, complete.spec_draft_tokens) == (4, 9)
 
 
-def test_the_stop_text_and_the_length_are_told():
+def test_the_stop_text_and_the_length_are_described():
     stop = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, stop_text="ab", statistics=STATISTICS)
     (message,) = ResponseWriter(request(), PROMPT).write(stop)
     assert (message.complete.finish_reason, message.complete.matched_stop_str) == ("stop", "ab")

@@ -63,7 +63,7 @@ class Breaker:
             self.circuit, self._rest_s = Circuit.CLOSED, REST_S[0]
 
     def watch(self, silent_since: float | None, now: float) -> None:
-        """Update the state; an answer has been due since `silent_since`, or none is due (None)."""
+        """Update the state; an answer has been missing since `silent_since`, or none is missing (None)."""
         if self.is_open and now >= self._rests_until and silent_since is None:
             self.circuit = Circuit.HALF_OPEN
         overdue_s = max(OVERDUE_DEADLINES * self._deadline_s, OVERDUE_S)

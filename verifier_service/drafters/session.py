@@ -123,7 +123,7 @@ class DraftSession:
 
     @property
     def silent_since(self) -> float | None:
-        """Return the monotonic time since which an answer is due; None if none is due."""
+        """Return the monotonic time since which an answer is missing; None if none is missing."""
         return max(next(iter(self.unanswered.values())).sent, self.last_received) if self.unanswered else None
 
     @property

@@ -70,7 +70,7 @@ class Engine:
     state belongs to the engine's thread; other threads use `submit`, `cancel` and `post`.
 
     With `async_scheduling` a step is launched before the host has the previous step's tokens; see `Planner`. Rows
-    after a request's end are then computed in vain. If all requests wait for drafts, the executor may launch their
+    after a request's end are then computed without use. If all requests wait for drafts, the executor may launch their
     forward pass, which starts when the drafts arrive.
     """
 
@@ -180,9 +180,9 @@ class Engine:
             error = ServerError(f"the engine failed: {failure}")
             on_failure()
         try:
-            self._executor.drop_prepared()
+            self._executor.abandon_prelaunched()
         except RuntimeError:
-            logger.exception("the prepared step cannot be dropped")
+            logger.exception("the prelaunched step cannot be abandoned")
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._outputs.refuse(request, error)
         self._outputs.deliver()
@@ -204,7 +204,7 @@ class Engine:
             if not self._planner.is_async:
                 committing, step = step, None
             if committing is None and step is None:
-                self._prepare()
+                self._prelaunch()
             if committing is not None:
                 self._count()
                 self._outputs.deliver_behind(step)
@@ -218,8 +218,8 @@ class Engine:
     def _receive(self, *, wait: bool) -> bool:
         """Apply the events; return False if the engine must stop."""
         self.scheduler.deliver_cache_events()
-        # If a prepared step waits for drafts, the last step is counted later, while the device computes.
-        if wait and not self._executor.is_prepared and not self._inbox.has_events():
+        # If a prelaunched step waits for drafts, the last step is counted later, while the device computes.
+        if wait and not self._executor.is_prelaunched and not self._inbox.has_events():
             self._count()
         return self._inbox.receive(wait=wait)
 
@@ -238,19 +238,19 @@ class Engine:
         """Plan the next step and execute it; None if there is none."""
         step: Step | None = None
         try:
-            self._executor.drop_expired(self.scheduler.running)
-            step = self._planner.plan(self._in_flight, self._executor.prepared)
+            self._executor.abandon_expired(self.scheduler.running)
+            step = self._planner.plan(self._in_flight, self._executor.prelaunched)
             return None if step is None else self._executor.execute(step, self._in_flight)
         except Exception as error:
             failed = self.scheduler.running if step is None else [row.request for row in step.rows]
             self._outputs.fail_step(failed, error)
             return None
 
-    def _prepare(self) -> None:
-        """Let the executor prepare the awaited step, if all requests wait for drafts."""
+    def _prelaunch(self) -> None:
+        """Let the executor prelaunch the awaited step, if all requests wait for drafts."""
         try:
-            if not self._executor.is_prepared and (step := self._planner.plan_awaited()) is not None:
-                self._executor.prepare(step)
+            if not self._executor.is_prelaunched and (step := self._planner.plan_awaited()) is not None:
+                self._executor.prelaunch(step)
         except Exception as error:
             self._outputs.fail_step(self.scheduler.running, error)
 

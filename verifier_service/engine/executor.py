@@ -32,8 +32,8 @@ RunForward = Callable[[ForwardInput], ForwardOutput]
 class Executor:
     """Executes steps. Used only by the engine's thread.
 
-    A launch costs a millisecond on the host. So `prepare` launches the forward pass of a step before its drafts arrive,
-    and the pass starts when the host sees a drafter's answer, or early drafts in shared memory.
+    A launch costs a millisecond on the host. So `prelaunch` launches the forward pass of a step before its drafts
+    arrive, and the pass starts when the host sees a drafter's answer, or early drafts in shared memory.
 
     After sampling, a step writes its features to the memory for sending. Other features are copied on a
     second stream, so that they are not sent a step late. The second stream reads only rows of committed steps, and each
@@ -80,7 +80,7 @@ class Executor:
         """Launch a planned step after the step in flight.
 
         Returns:
-            The step that runs: the prepared step with the planned rows if its pass computes these rows, else `step`.
+            The step that runs: the prelaunched step with the planned rows if its pass computes these rows, else `step`.
         """
         with self._on_steps():
             # Usually no copy is left; waiting would cost two driver calls in each step.
@@ -174,8 +174,8 @@ class Executor:
 
     # Steps whose drafts are awaited.
 
-    def prepare(self, step: Step) -> None:
-        """Prepare a planned step, if the device can, to start as soon as its drafts arrive."""
+    def prelaunch(self, step: Step) -> None:
+        """Launch the forward pass of a planned step, if the device can, to start as soon as its drafts arrive."""
         self._times.enter(Phase.WAIT)
         with self._on_steps():
             self._prelaunch.launch(step)
@@ -184,42 +184,42 @@ class Executor:
             self.take_early_drafts()
 
     @property
-    def prepared(self) -> Step | None:
-        """Return the prepared step that is neither executed nor dropped, or None."""
+    def prelaunched(self) -> Step | None:
+        """Return the prelaunched step that is neither executed nor abandoned, or None."""
         return self._prelaunch.pending
 
     @property
-    def is_prepared(self) -> bool:
-        """Return whether there is a prepared step."""
+    def is_prelaunched(self) -> bool:
+        """Return whether there is a prelaunched step."""
         return self._prelaunch.pending is not None
 
     @property
-    def computes_prepared(self) -> bool:
-        """Return whether the device computes a prepared step with early drafts, whose answer has not arrived."""
+    def computes_prelaunched(self) -> bool:
+        """Return whether the device computes a prelaunched step with early drafts, whose answer has not arrived."""
         return self._prelaunch.is_released
 
     @property
     def deadline(self) -> float | None:
-        """Return the monotonic time at which the prepared step must be dropped; None without a prepared step."""
+        """Return the monotonic time at which the prelaunched step must be abandoned; None without one."""
         return self._prelaunch.deadline
 
-    def drop_prepared(self) -> None:
-        """Drop the prepared step, if any."""
+    def abandon_prelaunched(self) -> None:
+        """Abandon the prelaunched step, if any."""
         self._prelaunch.abandon()
 
-    def drop_expired(self, running: Collection[Request]) -> None:
-        """Drop the prepared step if its deadline has passed or no requests are running."""
+    def abandon_expired(self, running: Collection[Request]) -> None:
+        """Abandon the prelaunched step if its deadline has passed or no requests are running."""
         deadline = self._prelaunch.deadline
         if deadline is not None and (time.monotonic() >= deadline or not running):
             self._prelaunch.abandon()
 
     @property
     def sees_drafts(self) -> bool:
-        """Return whether early drafts of a prepared step have arrived."""
+        """Return whether early drafts of a prelaunched step have arrived."""
         return self._prelaunch.has_early_drafts
 
     def take_early_drafts(self) -> bool:
-        """Start the prepared step with the early drafts; return whether the drafts are valid."""
+        """Start the prelaunched step with the early drafts; return whether the drafts are valid."""
         drafts = self._prelaunch.read_early_drafts()
         if drafts is None:
             return False
@@ -228,7 +228,7 @@ class Executor:
         return True
 
     def take_answer(self, answer: Answered) -> bool:
-        """Start the prepared step if it waits for this unchecked answer; return whether it was started."""
+        """Start the prelaunched step if it waits for this unchecked answer; return whether it was started."""
         drafts = self._prelaunch.read_answer(answer)
         if drafts is None:
             return False
@@ -240,7 +240,7 @@ class Executor:
         return True
 
     def start_if_complete(self) -> None:
-        """Start the prepared step if its requests wait for no more drafts."""
+        """Start the prelaunched step if its requests wait for no more drafts."""
         if self._prelaunch.has_all_drafts(self._drafting.wait_policy.is_waiting):
             self._times.enter(Phase.VERIFY)
             try:
@@ -274,7 +274,7 @@ class Executor:
     def copying(self, in_flight: Step | None) -> AbstractContextManager[object]:
         """Return a context in which features are copied on the second stream, or on the stream of the steps if the
         device is idle."""
-        return self._on_steps() if in_flight is None and not self.is_prepared else nullcontext()
+        return self._on_steps() if in_flight is None and not self.is_prelaunched else nullcontext()
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended or was preempted."""

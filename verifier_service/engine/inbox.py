@@ -153,7 +153,7 @@ class Inbox:
     def receive(self, *, wait: bool) -> bool:
         """Apply all events; with `wait`, wait for an event or a deadline. Return False if the engine must stop."""
         if wait:
-            waiting = Phase.SAMPLE if self._executor.computes_prepared else Phase.WAIT
+            waiting = Phase.SAMPLE if self._executor.computes_prelaunched else Phase.WAIT
             self._times.enter(waiting if self._scheduler.running else Phase.IDLE)
         self.has_received = False
         with suppress(queue.Empty):
@@ -175,9 +175,9 @@ class Inbox:
             queue.Empty: If a deadline passes first.
         """
         deadline = self._drafting.next_deadline()
-        prepared = self._executor.deadline
-        if prepared is not None:
-            deadline = prepared if deadline is None else min(deadline, prepared)
+        expiry = self._executor.deadline
+        if expiry is not None:
+            deadline = expiry if deadline is None else min(deadline, expiry)
         if self._outputs.is_waiting:
             moment = OUTPUT_DELAY_S if self._drafting.wait_policy.is_awaited and not self._outputs.has_errors else 0.0
             if deadline is not None and deadline - time.monotonic() < moment:
@@ -209,14 +209,14 @@ class Inbox:
     def _apply_link_event(self, event: LinkEvent) -> None:
         if isinstance(event, (Connected, Disconnected)):
             # Allocating or freeing device memory may wait for all streams.
-            self._executor.drop_prepared()
+            self._executor.abandon_prelaunched()
             if isinstance(event, Connected) and not self._executor.need_features(event.stream):
                 return
             self._watch_stream(event)
         has_started = False
         if isinstance(event, Answered):
             if any(event.drafts.num_drafts):  # no step waits for an answer without drafts
-                is_behind = self._executor.computes_prepared
+                is_behind = self._executor.computes_prelaunched
                 self._times.count_answer(event.drafts.compute_time_s, is_behind=is_behind)
             has_started = self._start(lambda: self._executor.take_answer(event))
         self._drafting.handle(event)

@@ -32,12 +32,12 @@ class Planner:
         self._drafting = drafting
         self._observer = observer
 
-    def plan(self, in_flight: Step | None, prepared: Step | None = None) -> Step | None:
+    def plan(self, in_flight: Step | None, prelaunched: Step | None = None) -> Step | None:
         """Return the next step; None if there is nothing to compute, or if waiting for drafts is faster.
 
         Args:
             in_flight: The step that the device computes.
-            prepared: The prepared step, whose drafts are awaited. The next step takes no prompts and has its limit.
+            prelaunched: The prelaunched step, whose drafts are awaited. The next step has its limit and no prompts.
         """
         waits = self._drafting.wait_policy
         following = self._following(in_flight) if in_flight is not None else {}
@@ -54,8 +54,8 @@ class Planner:
         prefills = {} if in_flight is None or waits.is_awaited else self._continuing_prefills(in_flight)
         rows = self._scheduler.schedule(
             *(can_join, following, prefills),
-            takes_prompts=prepared is None,
-            choose=partial(self._choose, prepared=prepared),
+            takes_prompts=prelaunched is None,
+            choose=partial(self._choose, prelaunched=prelaunched),
         )
         return Step(rows, self._observer) if rows else None
 
@@ -76,15 +76,15 @@ class Planner:
         limit = self._drafting.budget.limit(rooms)
         return Step([*map(_awaited_rows, running, rooms)], self._observer, limit=limit)
 
-    def _choose(self, decoding: Sequence[Request], *, prepared: Step | None) -> dict[Request, int]:
+    def _choose(self, decoding: Sequence[Request], *, prelaunched: Step | None) -> dict[Request, int]:
         """Return the number of verified drafts of each request with drafts."""
         budget, offers = self._drafting.budget, offers_of(decoding)
         if not offers:
             return {}
-        if prepared is not None and prepared.chosen is not None:
-            return prepared.chosen
-        if prepared is not None:
-            limit = prepared.limit
+        if prelaunched is not None and prelaunched.chosen is not None:
+            return prelaunched.chosen
+        if prelaunched is not None:
+            limit = prelaunched.limit
         else:
             limit = budget.limit([0 if one.drafts is None else len(one.drafts.tokens) for one in decoding])
         return dict(zip([offer.request for offer in offers], budget.choose(limit, offers), strict=True))

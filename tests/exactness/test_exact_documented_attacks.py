@@ -9,9 +9,9 @@ from draftwire_kernels import DraftLogits, StreamKeys, gumbel_sample, rejection_
 from draftwire_kernels.reference.noise import gumbel_noise, row_state
 
 VOCAB, REQUESTS = 8, 4000
-WISHED = 3
+WANTED = 3
 TARGET = torch.linspace(1.0, -1.0, VOCAB)
-P_WISHED = float(TARGET.softmax(-1)[WISHED])
+P_WANTED = float(TARGET.softmax(-1)[WANTED])
 TEMPERATURE = torch.ones(REQUESTS)
 POSITION = torch.full((REQUESTS,), 5)
 
@@ -25,10 +25,10 @@ def keys() -> StreamKeys:
 def first_tokens(
     drafted: torch.Tensor, keys: StreamKeys, draft_logits: DraftLogits | None = None, method: str = "standard"
 ) -> torch.Tensor:
-    """Return the first tokens of requests that draft the wished token, or nothing: [B] int64."""
+    """Return the first tokens of requests that draft the wanted token, or nothing: [B] int64."""
     num_rows = 1 + drafted.int()
     cu_rows = torch.cat([torch.zeros(1, dtype=torch.int32), num_rows.cumsum(0).int()])
-    drafts = torch.full((int(drafted.sum()),), WISHED)
+    drafts = torch.full((int(drafted.sum()),), WANTED)
     logits = TARGET.expand(int(cu_rows[-1]), VOCAB).contiguous()
     found = rejection_sample(
         logits, drafts, cu_rows, TEMPERATURE, keys, POSITION, draft_logits=draft_logits, method=method
@@ -37,24 +37,24 @@ def first_tokens(
 
 
 def share(tokens: torch.Tensor) -> float:
-    return float((tokens == WISHED).float().mean())
+    return float((tokens == WANTED).float().mean())
 
 
 def test_draft_logits_chosen_by_the_noise_bias_the_output(keys: StreamKeys) -> None:
     noise = gumbel_noise(row_state(keys.proposal, POSITION, 0), torch.arange(VOCAB, dtype=torch.int32), torch.float32)
     honest, chosen = torch.zeros(REQUESTS, VOCAB), -noise
-    chosen[:, WISHED] += 0.1
-    assert bool((gumbel_sample(chosen, TEMPERATURE, keys.proposal, POSITION) == WISHED).all())  # any re-draw agrees
+    chosen[:, WANTED] += 0.1
+    assert bool((gumbel_sample(chosen, TEMPERATURE, keys.proposal, POSITION) == WANTED).all())  # any re-draw agrees
     assert 0.05 < share(gumbel_sample(honest, TEMPERATURE, keys.proposal, POSITION)) < 0.2
     everyone = torch.ones(REQUESTS, dtype=torch.bool)
-    assert share(first_tokens(everyone, keys, DraftLogits(chosen, None))) > 3 * P_WISHED
+    assert share(first_tokens(everyone, keys, DraftLogits(chosen, None))) > 3 * P_WANTED
 
 
 def test_noise_used_twice_tells_which_drafts_will_be_accepted(keys: StreamKeys) -> None:
     """A seed, which may be used twice, therefore selects "coupled", where drafts do not affect the output."""
     first = first_tokens(torch.ones(REQUESTS, dtype=torch.bool), keys)
-    assert share(first) == pytest.approx(P_WISHED, abs=0.03)
-    assert share(first_tokens(first == WISHED, keys)) > 1.5 * P_WISHED
+    assert share(first) == pytest.approx(P_WANTED, abs=0.03)
+    assert share(first_tokens(first == WANTED, keys)) > 1.5 * P_WANTED
     coupled = first_tokens(torch.ones(REQUESTS, dtype=torch.bool), keys, method="coupled")
-    assert share(coupled) == pytest.approx(P_WISHED, abs=0.03)
-    assert torch.equal(first_tokens(coupled == WISHED, keys, method="coupled"), coupled)
+    assert share(coupled) == pytest.approx(P_WANTED, abs=0.03)
+    assert torch.equal(first_tokens(coupled == WANTED, keys, method="coupled"), coupled)
