@@ -119,6 +119,7 @@ def test_buckets_come_from_the_largest_on_and_each_once():
     assert buckets.with_prompts == [Bucket(4, 100, 100, 12), Bucket(4, 96, 96, 12), Bucket(4, 64, 64, 12)]
 
 
+CPU = torch.device("cpu")
 BUCKET = Bucket(num_sequences=1, max_rows=2, num_rows=2, num_logit_rows=2)
 
 
@@ -165,14 +166,39 @@ def test_what_ended_the_capture_is_described(
             raise error
 
     target = cast("Target", SimpleNamespace(name="asking", forward=forward))
-    inputs = GraphInputs([BUCKET], 1, torch.device("cpu"))
+    inputs = GraphInputs([BUCKET], 1, CPU)
     stream: Any = SimpleNamespace(wait_stream=lambda _: None)
     with pytest.raises(raised, match=message):
         capture_graph(target, cast("Any", None), inputs, BUCKET, None, stream)
     assert not graph.is_capturing
 
 
-CPU = torch.device("cpu")
+@pytest.mark.parametrize(
+    ("num_rows", "library"), [(31, "cublas"), (32, "cublaslt"), (192, "cublaslt"), (193, "cublas")]
+)
+def test_the_rows_decide_the_library_of_products(
+    graph: EndedCapture, monkeypatch: pytest.MonkeyPatch, num_rows: int, library: str
+) -> None:
+    preferred, used = ["default"], []
+
+    def preferred_blas_library(given: str | None = None) -> str:
+        """Behave like torch's function, which has no effect without a GPU."""
+        preferred[0] = given or preferred[0]
+        return preferred[0]
+
+    def forward(*_: object) -> None:
+        used.append(preferred[0])
+        if graph.is_capturing:
+            raise RuntimeError("ends the capture")
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred_blas_library)
+    bucket = Bucket(num_sequences=1, max_rows=num_rows, num_rows=num_rows, num_logit_rows=num_rows)
+    target = cast("Target", SimpleNamespace(name="any", forward=forward))
+    stream: Any = SimpleNamespace(wait_stream=lambda _: None)
+    with pytest.raises(CheckpointError):
+        capture_graph(target, cast("Any", None), GraphInputs([bucket], 64, CPU), bucket, None, stream)
+    assert used == [library] * 2
+    assert preferred == ["default"]
 
 
 class Waits:
