@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 CALLS = {
     "verifier_service.engine.engine": (
         "Engine._execute_next",
-        "Engine._prepare",
+        "Engine._prelaunch",
         "Engine._commit",
         "Engine._count",
     ),
