@@ -49,8 +49,7 @@ JSON_PIECES = ['{"', '":', '",', '"}', "},", '":"', '","', '"id":', '"text":', '
 def write_tokenizer(directory: Path, vocab_size: int, end_ids: Collection[int]) -> None:
     """Write a byte-level tokenizer with the given number of tokens; those at `end_ids` are special.
 
-    An end id that were text would be allowed in strings, and the verifier would have to tell both meanings apart in
-    every mask.
+    If an end id were text, strings could contain it, and the verifier would have to correct every mask.
     """
     draw = random.Random(0)
     pieces = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *JSON_PIECES])
