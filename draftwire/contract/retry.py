@@ -1,7 +1,7 @@
 """When a refused client should try again: google.rpc.RetryInfo in the trailing metadata of RESOURCE_EXHAUSTED.
 
 The key `grpc-status-details-bin` with a google.rpc.Status is gRPC's standard; clients in any language can read it.
-grpcio-status would save two lines here, for one more package whose version is fixed to grpcio's.
+grpcio-status would save two lines here, and is one more package whose version must match grpcio's.
 """
 
 from __future__ import annotations

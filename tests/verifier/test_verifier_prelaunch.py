@@ -197,7 +197,7 @@ def test_a_step_whose_answer_proves_wrong_comes_to_nothing(target, change, start
     own, take_answer, started = CountingEngine(target), Executor.take_answer, []
 
     def spoilt(executor: Executor, event: Answered) -> bool:
-        is_waiting = executor.is_prelaunched and not executor.computes_prelaunched
+        is_waiting = executor.prelaunched is not None and not executor.computes_prelaunched
         if not is_waiting or len(event.drafts.sequence_ids) != len(REQUESTS):
             return take_answer(executor, event)
         if len(started) == 2:

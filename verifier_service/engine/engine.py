@@ -219,7 +219,7 @@ class Engine:
         """Apply the events; return False if the engine must stop."""
         self.scheduler.deliver_cache_events()
         # If a prelaunched step waits for drafts, the last step is counted later, while the device computes.
-        if wait and not self._executor.is_prelaunched and not self._inbox.has_events():
+        if wait and self._executor.prelaunched is None and not self._inbox.has_events():
             self._count()
         return self._inbox.receive(wait=wait)
 
@@ -249,7 +249,7 @@ class Engine:
     def _prelaunch(self) -> None:
         """Let the executor prelaunch the awaited step, if all requests wait for drafts."""
         try:
-            if not self._executor.is_prelaunched and (step := self._planner.plan_awaited()) is not None:
+            if self._executor.prelaunched is None and (step := self._planner.plan_awaited()) is not None:
                 self._executor.prelaunch(step)
         except Exception as error:
             self._outputs.fail_step(self.scheduler.running, error)

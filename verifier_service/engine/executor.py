@@ -189,13 +189,8 @@ class Executor:
         return self._prelaunch.pending
 
     @property
-    def is_prelaunched(self) -> bool:
-        """Return whether there is a prelaunched step."""
-        return self._prelaunch.pending is not None
-
-    @property
     def computes_prelaunched(self) -> bool:
-        """Return whether the device computes a prelaunched step with early drafts, whose answer has not arrived."""
+        """Return whether the device runs the prelaunched pass with early drafts, before the drafter's answer."""
         return self._prelaunch.is_released
 
     @property
@@ -215,11 +210,11 @@ class Executor:
 
     @property
     def sees_drafts(self) -> bool:
-        """Return whether early drafts of a prelaunched step have arrived."""
+        """Return whether early drafts for the prelaunched step have arrived."""
         return self._prelaunch.has_early_drafts
 
     def take_early_drafts(self) -> bool:
-        """Start the prelaunched step with the early drafts; return whether the drafts are valid."""
+        """Release the prelaunched step with the early drafts; return False if they are invalid."""
         drafts = self._prelaunch.read_early_drafts()
         if drafts is None:
             return False
@@ -228,7 +223,7 @@ class Executor:
         return True
 
     def take_answer(self, answer: Answered) -> bool:
-        """Start the prelaunched step if it waits for this unchecked answer; return whether it was started."""
+        """Release the prelaunched step if it waits for this unchecked answer; return whether it was released."""
         drafts = self._prelaunch.read_answer(answer)
         if drafts is None:
             return False
@@ -240,7 +235,7 @@ class Executor:
         return True
 
     def start_if_complete(self) -> None:
-        """Start the prelaunched step if its requests wait for no more drafts."""
+        """Release the prelaunched step if its requests wait for no more drafts."""
         if self._prelaunch.has_all_drafts(self._drafting.wait_policy.is_waiting):
             self._times.enter(Phase.VERIFY)
             try:
@@ -274,7 +269,7 @@ class Executor:
     def copying(self, in_flight: Step | None) -> AbstractContextManager[object]:
         """Return a context in which features are copied on the second stream, or on the stream of the steps if the
         device is idle."""
-        return self._on_steps() if in_flight is None and not self.is_prelaunched else nullcontext()
+        return self._on_steps() if in_flight is None and self.prelaunched is None else nullcontext()
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended or was preempted."""
