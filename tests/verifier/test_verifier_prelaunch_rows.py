@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafting_scene import Scene, answer_to, make_head, make_request
@@ -17,7 +18,7 @@ from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.drafters import session as draft_session
-from verifier_service.drafters.budgeting import Offer
+from verifier_service.drafters.budgeting import Offers
 from verifier_service.drafters.session import AwaitedAnswer
 from verifier_service.drafters.stream import Answered
 from verifier_service.engine.prelaunch import Prelaunch
@@ -84,9 +85,9 @@ def test_the_awaited_answer_brings_all_drafts():
     assert not scene.drafting.wait_policy.all_wait(requests)
 
 
-def all_drafts(limit: Limit | None, offers: Sequence[Offer]) -> list[int]:
+def all_drafts(limit: Limit | None, offers: Offers) -> np.ndarray:
     assert limit is None
-    return [offer.num_drafts for offer in offers]
+    return offers.num_drafts
 
 
 def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
@@ -137,15 +138,16 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     assert waiting.read_answer(answer) is None
 
 
-def test_a_limited_pass_has_the_chosen_rows_alone():
+@pytest.mark.parametrize("head_confidences", [None, [0.9, 0.8, 0.5, 0.4, 0.3, 0.2]])
+def test_a_limited_pass_has_the_chosen_rows_alone(head_confidences):
     """The chosen rows are written when the drafts have arrived; the plan uses the same choice."""
     requests = decoding_requests(3)
-    requests[2].drafts = ReadyDrafts(16, 3, [8, 9])  # arrived earlier
+    requests[2].drafts = ReadyDrafts(16, 3, [8, 9], confidences=[0.7, 0.6])  # arrived earlier
     limit, asked = Limit(0.25, 4), []
 
-    def choose(given: Limit | None, offers: Sequence[Offer]) -> list[int]:
-        asked.append((given, [(offer.request, offer.num_drafts, offer.confidences) for offer in offers]))
-        return [1, 2, 0]
+    def choose(given: Limit | None, offers: Offers) -> np.ndarray:
+        asked.append((given, offers.requests, offers.num_drafts.tolist(), offers.confidences.round(2).tolist()))
+        return np.array([1, 2, 0])
 
     runner: Any = NoRunner()
     step = Step([*map(awaited_rows, requests, [3, 3, 2])], limit=limit)
@@ -156,8 +158,12 @@ def test_a_limited_pass_has_the_chosen_rows_alone():
     waiting.expect(replace(awaited, requests=requests[:2]))
     found = waiting.read_answer(answer)
     assert found is not None
-    waiting.release(found)
-    assert asked == [(limit, [(requests[0], 3, None), (requests[1], 3, None), (requests[2], 2, None)])]
+    confidences = None if head_confidences is None else np.array(head_confidences, np.float32)
+    waiting.release(found._replace(confidences=confidences))
+    none = [None] * 3
+    shown = [*([none] * 2 if head_confidences is None else [head_confidences[:3], head_confidences[3:]]), [0.7, 0.6, None]]
+    assert [[[None if np.isnan(one) else one for one in own] for own in given] for *_, given in asked] == [shown]
+    assert asked[0][:3] == (limit, requests, [3, 3, 2])
     assert (runner.released, runner.counts) == ([[1, 11, 2, 14, 15, 3]], [2, 3, 1])
     assert step.chosen == {requests[0]: 1, requests[1]: 2, requests[2]: 0}
     assert waiting.pending is step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,40 @@ from verifier_service.pacing import Calibration, Limit, VerificationBudget, chos
 LEARN_FROM = 32
 
 
-class Offer(NamedTuple):
-    """Drafts of a request that were received for a step."""
+class Offers(NamedTuple):
+    """Drafts that were received for a step, as columns: the choice must not delay the step.
 
-    request: Request
-    num_drafts: int
-    confidences: Sequence[float] | None  # at least num_drafts; None without confidences
+    Attributes:
+        requests: S requests, with or without drafts.
+        num_drafts: [S] int64; 0 without drafts.
+        confidences: [S, k] float64, k >= max(num_drafts); NaN for missing drafts and for drafts without a confidence.
+    """
+
+    requests: Sequence[Request]
+    num_drafts: np.ndarray
+    confidences: np.ndarray
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Offers:
+        """Return the drafts that the requests have."""
+        drafts = [request.drafts for request in requests]
+        offered = [(0, None) if own is None else (len(own.tokens), own.confidences) for own in drafts]
+        return cls(requests, *_columns(offered))
+
+    def with_more(self, owner: np.ndarray, offset: np.ndarray, confidences: np.ndarray | None) -> Offers:
+        """Return these and D more drafts.
+
+        Args:
+            owner: [D] int64, indices of the drafts' requests.
+            offset: [D] int64, offsets of the drafts in their steps, ascending without gaps for each request.
+            confidences: [D], or None.
+        """
+        width = max(self.confidences.shape[1], int(offset.max(initial=-1)) + 1)
+        columns = np.full((len(self.requests), width), np.nan)
+        columns[:, : self.confidences.shape[1]] = self.confidences
+        if confidences is not None:
+            columns[owner, offset] = confidences
+        return Offers(self.requests, self.num_drafts + np.bincount(owner, minlength=len(self.requests)), columns)
 
 
 class _Result(NamedTuple):
@@ -29,7 +57,7 @@ class _Result(NamedTuple):
 
     calibration: Calibration
     address: str  # address of the drafter
-    offer: Offer
+    offered: tuple[int, Sequence[float] | None]  # number of drafts, and at least their confidences
     num_verified: int
     num_accepted: int
 
@@ -56,19 +84,20 @@ class DraftBudget:
         """Return the limit of a step whose sequences may have `num_drafts` drafts each; None to verify all."""
         return self.budget.limit(len(num_drafts), sum(count > 0 for count in num_drafts), sum(num_drafts))
 
-    def choose(self, limit: Limit | None, offers: Sequence[Offer]) -> list[int]:
-        """Return the number of drafts to verify of each offer; `pacing.budget` explains why this is exact."""
-        if limit is None or not offers:
-            return [offer.num_drafts for offer in offers]
-        survival = np.zeros((len(offers), max(offer.num_drafts for offer in offers)))
-        places: dict[Calibration | None, list[int]] = {}
-        for place, offer in enumerate(offers):
-            binding = self._bindings.get(offer.request)
-            places.setdefault(None if binding is None else binding.session.pace.calibration, []).append(place)
-        for calibration, own in places.items():
+    def choose(self, limit: Limit | None, offers: Offers) -> np.ndarray:
+        """Return the number of drafts to verify of each request, int64 [S]; `pacing.budget` explains why this is
+        exact."""
+        num_drafts = offers.num_drafts
+        if limit is None or not num_drafts.any():
+            return num_drafts
+        bindings = map(self._bindings.get, offers.requests)
+        calibrations = [None if binding is None else binding.session.pace.calibration for binding in bindings]
+        survival = np.zeros(offers.confidences.shape)
+        for calibration in dict.fromkeys(calibrations):
             if calibration is not None:  # else the drafter has disconnected
-                survival[own] = _survival(calibration, [offers[place] for place in own], survival.shape[1])
-        return chosen(survival, limit).tolist()
+                own = [place for place, other in enumerate(calibrations) if other is calibration]
+                survival[own] = _survival(calibration, num_drafts[own], offers.confidences[own])
+        return chosen(survival, limit)
 
     def count(self, request: Request, drafts: ReadyDrafts, num_verified: int, num_accepted: int) -> None:
         """Record the outcome of a request's drafts for `learn`, unless the request has left their drafter."""
@@ -78,9 +107,9 @@ class DraftBudget:
             self.offered[session.stream.address] += len(drafts.tokens)
             self.verified[session.stream.address] += num_verified
             self.accepted[session.stream.address] += num_accepted
-            offer = Offer(request, len(drafts.tokens), drafts.confidences)
+            offered = len(drafts.tokens), drafts.confidences
             calibration, address = session.pace.calibration, session.stream.address
-            self._results.append(_Result(calibration, address, offer, num_verified, num_accepted))
+            self._results.append(_Result(calibration, address, offered, num_verified, num_accepted))
 
     def learn(self) -> None:
         """Update the budget and the calibrations from the recorded outcomes, if there are enough."""
@@ -94,38 +123,30 @@ class DraftBudget:
             self._learn_of(calibration, address, results)
 
     def _learn_of(self, calibration: Calibration, address: str, results: Sequence[_Result]) -> None:
-        offers = [result.offer for result in results]
-        most = max(offer.num_drafts for offer in offers)
+        num_drafts, confidences = _columns([result.offered for result in results])
         num_verified = np.array([result.num_verified for result in results])
         num_accepted = np.array([result.num_accepted for result in results])
-        survival = _survival(calibration, offers, most)
-        brought = np.where(np.arange(most) < num_verified[:, None], survival, 0.0)
+        survival = _survival(calibration, num_drafts, confidences)
+        is_verified = np.arange(survival.shape[1]) < num_verified[:, None]
+        brought = np.where(is_verified, survival, 0.0)
         self.budget.count_offered(survival)
         calibration.count_brought(brought, survival > 0.0)
-        calibration.count(_confidences(offers, most), num_verified, num_accepted)
+        calibration.count(confidences, num_verified, num_accepted)
         self.expected[address] = self.expected.get(address, 0.0) + float(brought.sum())
 
 
-def offers_of(requests: Iterable[Request]) -> list[Offer]:
-    """Return the offers of the requests that have drafts."""
-    return [
-        Offer(request, len(request.drafts.tokens), request.drafts.confidences)
-        for request in requests
-        if request.drafts is not None
+def _columns(offered: Sequence[tuple[int, Sequence[float] | None]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of drafts and the confidences, as in `Offers`, of pairs of both."""
+    num_drafts = np.array([count for count, _ in offered], np.int64)
+    given = np.array([0 if confidences is None else count for count, confidences in offered], np.int64)
+    columns = np.full((len(offered), int(num_drafts.max(initial=0))), np.nan)
+    columns[np.arange(columns.shape[1]) < given[:, None]] = [
+        confidence for count, confidences in offered if confidences is not None for confidence in confidences[:count]
     ]
+    return num_drafts, columns
 
 
-def _confidences(offers: Sequence[Offer], most: int) -> np.ndarray:
-    """Return the confidences [S, most], NaN if missing."""
-    confidences = np.full((len(offers), most), np.nan)
-    for row, offer in zip(confidences, offers, strict=True):
-        if offer.confidences is not None:
-            row[: offer.num_drafts] = offer.confidences[: offer.num_drafts]
-    return confidences
-
-
-def _survival(calibration: Calibration, offers: Sequence[Offer], most: int) -> np.ndarray:
-    """Return the survival [S, most], 0 for missing drafts."""
-    num_drafts = np.array([offer.num_drafts for offer in offers])
-    survival = calibration.survival(_confidences(offers, most))
-    return np.where(np.arange(most) < num_drafts[:, None], survival, 0.0)
+def _survival(calibration: Calibration, num_drafts: np.ndarray, confidences: np.ndarray) -> np.ndarray:
+    """Return the survival [S, k], 0 for missing drafts."""
+    survival = calibration.survival(confidences)
+    return np.where(np.arange(survival.shape[1]) < num_drafts[:, None], survival, 0.0)

@@ -7,7 +7,7 @@ from functools import partial
 
 from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
 from verifier_service.core.request import Request
-from verifier_service.drafters.budgeting import offers_of
+from verifier_service.drafters.budgeting import Offers
 from verifier_service.drafters.drafting import Drafting
 from verifier_service.engine.scheduler import Scheduler
 from verifier_service.engine.step import Step, StepObserver
@@ -78,16 +78,13 @@ class Planner:
 
     def _choose(self, decoding: Sequence[Request], *, prelaunched: Step | None) -> dict[Request, int]:
         """Return the number of verified drafts of each request with drafts."""
-        budget, offers = self._drafting.budget, offers_of(decoding)
-        if not offers:
+        if not any(one.drafts is not None for one in decoding):
             return {}
         if prelaunched is not None and prelaunched.chosen is not None:
             return prelaunched.chosen
-        if prelaunched is not None:
-            limit = prelaunched.limit
-        else:
-            limit = budget.limit([0 if one.drafts is None else len(one.drafts.tokens) for one in decoding])
-        return dict(zip([offer.request for offer in offers], budget.choose(limit, offers), strict=True))
+        budget, offers = self._drafting.budget, Offers.of(decoding)
+        limit = budget.limit(offers.num_drafts.tolist()) if prelaunched is None else prelaunched.limit
+        return dict(zip(decoding, budget.choose(limit, offers).tolist(), strict=True))
 
     @property
     def all_wait(self) -> bool:

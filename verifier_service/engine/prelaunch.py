@@ -11,15 +11,15 @@ import numpy as np
 from draftwire.model.kv_cache import BLOCK_SIZE, SequenceRows
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import Request
-from verifier_service.drafters.budgeting import Offer, offers_of
+from verifier_service.drafters.budgeting import Offers
 from verifier_service.drafters.session import AwaitedAnswer, UncheckedDrafts
 from verifier_service.drafters.stream import Answered
 from verifier_service.engine.step import Stage, Step
 from verifier_service.pacing import Limit
 from verifier_service.target.runner import TargetRunner
 
-# Returns the number of verified drafts of each offer under a limit; None verifies all.
-Choose = Callable[[Limit | None, Sequence[Offer]], list[int]]
+# Returns the number of verified drafts of each request, int64 [S], under a limit; None verifies all.
+Choose = Callable[[Limit | None, Offers], np.ndarray]
 # Seconds after which a prelaunched forward pass is abandoned, so that new requests are computed.
 PATIENCE_S = 0.05
 
@@ -35,7 +35,7 @@ class Prelaunch:
     """
 
     def __init__(self, runner: TargetRunner, vocab_size: int, choose: Choose) -> None:
-        """`choose` returns the number of verified drafts of each offer under a limit."""
+        """`choose` returns the number of verified drafts of each request under a limit."""
         self._runner = runner
         self._vocab_size = vocab_size
         self._choose = choose
@@ -45,8 +45,7 @@ class Prelaunch:
         self._places: dict[Request, _Place] = {}  # the same, or the released rows of a step with a limit
         self._num_rows = 0
         self._awaited: AwaitedAnswer | None = None  # the answer with all drafts of the step, if one has all
-        # Token ids [rows] without the drafts of the awaited answer, and the indices of these drafts.
-        self._template: tuple[np.ndarray, np.ndarray] | None = None
+        self._template: _Template | None = None  # of the awaited answer's step
         self._token_ids: list[int] = []  # of the released step
 
     @property
@@ -104,9 +103,13 @@ class Prelaunch:
             if request.drafts is not None:
                 known = request.drafts.tokens[: place.num_rows - 1]
                 token_ids[place.first + 1 : place.first + 1 + len(known)] = known
+        # Each awaited draft's request, as an index in the step, and its offset.
+        order = {request: index for index, request in enumerate(places)}
         counts = np.array(awaited.num_drafts, np.int64)
-        firsts = np.array([places[request].first for request in awaited.requests], np.int64)
-        self._template = token_ids, np.arange(counts.sum()) + np.repeat(firsts + 1 - counts.cumsum() + counts, counts)
+        owner = np.repeat(np.array([order[request] for request in awaited.requests], np.int64), counts)
+        offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        firsts = np.array([place.first for place in places.values()], np.int64)
+        self._template = _Template(token_ids, firsts[owner] + 1 + offset, Offers.of(list(places)), (owner, offset))
 
     @property
     def _can_be_filled(self) -> bool:
@@ -135,53 +138,41 @@ class Prelaunch:
 
     def release(self, drafts: UncheckedDrafts) -> None:
         """Release the step with the drafts of the awaited answer."""
-        assert self._template is not None
-        token_ids, places = self._template
-        token_ids[places] = drafts.tokens
+        template = self._template
+        assert template is not None
+        template.token_ids[template.places] = drafts.tokens
         if self._step is None or self._step.limit is None:
-            self._release(token_ids)
+            self._release(template.token_ids)
             return
-        assert self._awaited is not None
-        confidences = None if drafts.confidences is None else drafts.confidences.tolist()
-        offers, first = {}, 0
-        for request, count in zip(self._awaited.requests, self._awaited.num_drafts, strict=True):
-            own = None if confidences is None else confidences[first : first + count]
-            offers[request] = Offer(request, count, own)
-            first += count
-        known = [request for request in self._places if request not in offers]
-        self._release_chosen(token_ids, offers | {offer.request: offer for offer in offers_of(known)})
+        self._release_chosen(template.token_ids, template.offers.with_more(*template.cells, drafts.confidences))
 
-    def _release_chosen(self, token_ids: np.ndarray, offers: Mapping[Request, Offer]) -> None:
-        """Release a step with a limit; `token_ids` are for all rows that it may have."""
-        assert self._step is not None
-        counts = self._choose_of(self._step, [offers[request] for request in self._places if request in offers])
-        self._release_counts(
-            {
-                request: token_ids[place.first : place.first + min(1 + counts.get(request, 0), place.num_rows)].tolist()
-                for request, place in self._places.items()
-            }
-        )
+    def _release_chosen(self, token_ids: np.ndarray, offers: Offers) -> None:
+        """Release a step with a limit with the chosen drafts; `token_ids` are for all rows that it may have."""
+        step = self._step
+        assert step is not None
+        most = np.array([place.num_rows for place in self._places.values()], np.int64)
+        chosen = self._choose(step.limit, offers)
+        counts = np.minimum(1 + chosen, most)
+        # Index of each possible row within its request.
+        offsets = np.arange(len(token_ids)) - np.repeat(most.cumsum() - most, most)
+        self._release_rows(token_ids[offsets < np.repeat(counts, most)], counts)
+        # Afterwards, because the device waits for the release.
+        pairs = zip(offers.requests, chosen.tolist(), offers.num_drafts.tolist(), strict=True)
+        step.chosen = {request: count for request, count, num_drafts in pairs if num_drafts > 0}
 
-    def _choose_of(self, step: Step, offers: Sequence[Offer]) -> dict[Request, int]:
-        """Return the number of drafts of each request that the step verifies, and record it for the plan."""
-        counts = dict(zip([one.request for one in offers], self._choose(step.limit, offers), strict=True))
-        step.chosen = counts if step.limit is not None else None
-        return counts
-
-    def _release_counts(self, tokens: Mapping[Request, list[int]]) -> None:
-        """Release a step with a limit with exactly these rows of its requests; abandon it if they do not fit."""
+    def _release_rows(self, token_ids: np.ndarray, counts: np.ndarray) -> None:
+        """Release a step with a limit with `counts` rows of each request; abandon it if they do not fit."""
         assert self._step is not None
         assert self._step.limit is not None
-        counts = np.array([len(own) for own in tokens.values()], np.int64)
         if counts.sum() > len(counts) + self._step.limit.most_drafts:
             self.abandon()
             return
-        firsts = (counts.cumsum() - counts).tolist()
+        self._release(token_ids, counts)
+        firsts, rows = (counts.cumsum() - counts).tolist(), counts.tolist()
         self._places = {
-            request: place._replace(first=first, num_rows=len(tokens[request]))
-            for (request, place), first in zip(self._places.items(), firsts, strict=True)
+            request: place._replace(first=first, num_rows=num_rows)
+            for (request, place), first, num_rows in zip(self._places.items(), firsts, rows, strict=True)
         }
-        self._release(np.array([token for own in tokens.values() for token in own], np.int64), counts)
 
     def has_all_drafts(self, is_waiting: Callable[[Request], bool]) -> bool:
         """Return whether the step is not released and none of its requests waits for drafts."""
@@ -192,28 +183,29 @@ class Prelaunch:
     def release_with_known_drafts(self) -> None:
         """Release the step with its requests' present drafts."""
         assert self._step is not None
-        chosen = self._choose_of(self._step, offers_of(self._places))
-        self._release_with(
-            {
-                request: request.tokens[-1:]
-                if request.drafts is None
-                else [request.tokens[-1], *request.drafts.tokens[: chosen[request]]]
-                for request in self._places
-            }
-        )
+        token_ids = self._padded({request: _known_tokens(request) for request in self._places})
+        if self._step.limit is None:
+            self._release(token_ids)
+        else:
+            self._release_chosen(token_ids, Offers.of(list(self._places)))
 
     def _release_with(self, tokens: Mapping[Request, list[int]]) -> None:
         """Release the step with the tokens of each request, cut or padded to the number of its rows."""
-        if self._step is not None and self._step.limit is not None:
-            rows = {request: place.num_rows for request, place in self._places.items()}
-            self._release_counts({request: tokens.get(request, [0])[:most] for request, most in rows.items()})
+        if self._step is None or self._step.limit is None:
+            self._release(self._padded(tokens))
             return
+        own = [tokens.get(request, [0])[: place.num_rows] for request, place in self._places.items()]
+        flat = [token for one in own for token in one]
+        self._release_rows(np.array(flat, np.int64), np.array([len(one) for one in own], np.int64))
+
+    def _padded(self, tokens: Mapping[Request, list[int]]) -> np.ndarray:
+        """Return the token ids of all rows: the tokens of each request, cut or padded to the number of its rows."""
         token_ids: list[int] = []
         for request, place in self._places.items():
             own = tokens.get(request, [])
             missing = place.num_rows - len(own)
             token_ids += own if missing == 0 else own[: place.num_rows] + [0] * missing
-        self._release(np.array(token_ids, np.int64))
+        return np.array(token_ids, np.int64)
 
     def _release(self, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         step = self._step
@@ -257,6 +249,15 @@ class Prelaunch:
             step.abandon()
 
 
+class _Template(NamedTuple):
+    """The rows of a prelaunched step that waits for D drafts of one answer."""
+
+    token_ids: np.ndarray  # int64 [rows], without these drafts
+    places: np.ndarray  # int64 [D], their indices in token_ids
+    offers: Offers  # of the step's requests, without these drafts
+    cells: tuple[np.ndarray, np.ndarray]  # int64 [D] each: the index of a draft's request, and its offset
+
+
 class _Place(NamedTuple):
     """Location of a request's rows in a prelaunched step and in the cache."""
 
@@ -265,6 +266,11 @@ class _Place(NamedTuple):
     num_rows: int
     admission: int
     blocks: list[int]  # of the rows
+
+
+def _known_tokens(request: Request) -> list[int]:
+    """Return the tokens of a request's rows: its last token and its drafts."""
+    return [request.tokens[-1], *(() if request.drafts is None else request.drafts.tokens)]
 
 
 def _place(row: ScheduledRows, first: int) -> _Place:
