@@ -61,7 +61,11 @@ def _load_engine(options: DrafterOptions, device: torch.device) -> tuple[DraftEn
         dtype = choose_dtype(options.dtype, device, target_dir)
         status.update(f"loading the head {options.head}")
         memory = GpuMemory(device) if device.type == "cuda" else None
-        head = load_head(head_dir, target_dir, dtype, device, dummy=options.load_format == "dummy")
+        head = load_head(
+            *(head_dir, target_dir, dtype, device),
+            dummy=options.load_format == "dummy",
+            quantization=options.quantization,
+        )
         status.update("sizing the cache")
         limits = choose_limits(options, head, dtype, device, target_dir, memory)
         status.update(f"allocating a cache of {limits.kv_cache_tokens} tokens")

@@ -32,6 +32,7 @@ class DrafterOptions:
     max_batch_rows: int = 2048
     drain_timeout: float = 5.0
     load_format: str = "auto"
+    quantization: str | None = None
     metrics_listen: str | None = None
     health_listen: str | None = None
     tls_cert: Path | None = None

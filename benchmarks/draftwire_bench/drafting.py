@@ -130,8 +130,10 @@ def last_replay(engine: DraftEngine, batch: int, mode: SamplingMode, num_drafts:
     return lambda: graphs.replay(shape)
 
 
-def weight_bytes(head_dir: Path, head: Head) -> dict[str, int]:
-    """Return the bytes of bfloat16 weights that are read by a pass of the layers, by lm_head and by a Markov slot."""
+def weight_bytes(head_dir: Path, head: Head, quantization: str | None = None) -> dict[str, int]:
+    """Return the bytes of weights that are read by a pass of the layers, by lm_head, for the context's keys and values
+    and by a Markov slot; in bfloat16, with quantization half for products with normed inputs."""
+    each = 2 if quantization is None else 1
     config, spec = json.loads((head_dir / "config.json").read_text(encoding="utf-8")), head.spec
     hidden, inner, num_layers = spec.hidden_size, config["intermediate_size"], len(spec.layer_shapes)
     queries = config["num_attention_heads"] * config["head_dim"]
@@ -139,8 +141,8 @@ def weight_bytes(head_dir: Path, head: Head) -> dict[str, int]:
     qkv = num_layers * queries + keys_and_values
     given = qkv // num_layers if isinstance(head, ChainHead) else 0  # the first layer's input is embedding and state
     return {
-        "layers": 2 * hidden * (qkv + given + num_layers * (queries + 3 * inner)),
-        "output": 2 * hidden * spec.draft_vocab_size,
+        "layers": hidden * (each * (qkv + given + num_layers * 2 * inner) + 2 * num_layers * (queries + inner)),
+        "output": each * hidden * spec.draft_vocab_size,
         "context": 0 if isinstance(head, ChainHead) else 2 * hidden * keys_and_values,
         "markov": 2 * config.get("markov_rank", 0) * spec.draft_vocab_size,
     }
@@ -179,24 +181,32 @@ def show(console: Console, results: dict[str, Any]) -> None:
 @click.option("--context", default=512, show_default=True, help="Accepted rows per sequence before the first step.")
 @click.option("--target", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b")
 @click.option("--head", "head_dir", type=click.Path(path_type=Path), default=SHAPES / "llama-3.1-8b-eagle3")
+@click.option("--quantization", type=click.Choice(["fp8"]), help="Of the head.")
 @click.option("--drafts", default=4, show_default=True, help="Drafts per sequence and step.")
 def main(
-    json_path: Path | None, batches: Sequence[int], context: int, target: Path, head_dir: Path, drafts: int
+    json_path: Path | None,
+    batches: Sequence[int],
+    context: int,
+    target: Path,
+    head_dir: Path,
+    quantization: str | None,
+    drafts: int,
 ) -> None:
     """Measure and print tables."""
     device = torch.device("cuda:0")
     bandwidth = copy_bandwidth()
     torch.cuda.reset_peak_memory_stats()
-    head = load_head(head_dir, target, torch.bfloat16, device, dummy=True)
+    head = load_head(head_dir, target, torch.bfloat16, device, dummy=True, quantization=quantization)
     max_model_len = min(MAX_MODEL_LEN, head.spec.max_position_embeddings)
     limits = EngineLimits(MAX_NUM_SEQS, max_model_len, kv_cache_tokens=MAX_NUM_SEQS * 2048)
-    weights = weight_bytes(head_dir, head)
+    weights = weight_bytes(head_dir, head, quantization)
     engine = DraftEngine(head, limits, torch.bfloat16, device)
     engine.warm_up()
     results: dict[str, Any] = {
         **describe(),
         "device": torch.cuda.get_device_name(),
         "head": head_dir.name,
+        "quantization": quantization,
         "drafts": drafts,
         "context": context,
         "copy_bandwidth": bandwidth,

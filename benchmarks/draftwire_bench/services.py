@@ -29,6 +29,7 @@ class PairOptions:
     drafter_device: str | None = None
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None  # of the drafter
     verifier_arguments: Sequence[str] = ()
     drafter_arguments: Sequence[str] = ()
 
@@ -49,7 +50,8 @@ class PairOptions:
 
 def drafter_process(options: PairOptions) -> ServiceProcess:
     """Start a drafter of the pair."""
-    arguments = [*options.shared(options.drafter_device), *options.drafter_arguments]
+    quantization = [] if options.quantization is None else ["--quantization", options.quantization]
+    arguments = [*options.shared(options.drafter_device), *quantization, *options.drafter_arguments]
     return start_drafter(options.head, options.target, *arguments, timeout_s=START_TIMEOUT_S)
 
 

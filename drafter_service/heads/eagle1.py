@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from drafter_service.heads.chain import ChainHead
 from drafter_service.heads.eagle_config import EagleConfig
-from drafter_service.heads.layers import DecoderLayer, Linear, RMSNorm, Span
+from drafter_service.heads.layers import DecoderLayer, Linear, Projection, RMSNorm, Span
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.tensors import TensorSource
 from draftwire.model.kv_cache import KVCache, RaggedBatch
@@ -34,7 +34,13 @@ class Eagle1Head(ChainHead):
         ]
         later = [f"layers.{index}.input_layernorm.weight" for index in range(1, len(self._layers))]
         self._later_norms = [RMSNorm(source.take(name, hidden), config.layer.norm_eps) for name in later]
-        self._output = source.output(spec.target_vocab_size, hidden, shared=True)
+        self._output = Projection(source.output(spec.target_vocab_size, hidden, shared=True))
+
+    def use_fp8(self) -> None:
+        """See `Head.use_fp8`. The inputs of the first layer's attention and of lm_head are not normed."""
+        self._layers[0].use_fp8()
+        for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
+            layer.use_fp8(norm)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Return the features, which are the states."""
@@ -50,4 +56,4 @@ class Eagle1Head(ChainHead):
         return hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
-        return F.linear(g, self._output)
+        return self._output(g)

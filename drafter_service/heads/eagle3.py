@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from drafter_service.heads.chain import ChainHead
 from drafter_service.heads.eagle_config import EagleConfig
-from drafter_service.heads.layers import DecoderLayer, RMSNorm, Span
+from drafter_service.heads.layers import DecoderLayer, Projection, RMSNorm, Span
 from drafter_service.heads.operations import first_input, rms_norm
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.tensors import TensorSource
@@ -47,8 +46,14 @@ class Eagle3Head(ChainHead):
         self._later_norms = [RMSNorm(source.take(name, hidden), eps) for name in later]
         self._norm = RMSNorm(source.take("norm.weight", hidden), eps)
         same_vocabulary = spec.draft_vocab_size == spec.target_vocab_size
-        self._output = source.output(spec.draft_vocab_size, hidden, shared=same_vocabulary)
+        self._output = Projection(source.output(spec.draft_vocab_size, hidden, shared=same_vocabulary))
         self.draft_token_ids = source.draft_vocabulary(spec.draft_vocab_size, spec.target_vocab_size)
+
+    def use_fp8(self) -> None:
+        self._layers[0].use_fp8(self._embedding_norm, self._state_norm)
+        for norm, layer in zip(self._later_norms, self._layers[1:], strict=True):
+            layer.use_fp8(norm)
+        self._output.use_fp8(self._norm)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         return self.fusion(features)
@@ -65,4 +70,4 @@ class Eagle3Head(ChainHead):
         return self._norm(hidden) if self._norm_output else hidden
 
     def logits(self, g: torch.Tensor) -> torch.Tensor:
-        return F.linear(g if self._norm_output else self._norm(g), self._output)
+        return self._output(g if self._norm_output else self._norm(g))

@@ -144,6 +144,16 @@ def _silu_mul_kernel(x, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + column, activated * up.to(tl.float32), mask=inside)
 
 
+@triton.jit
+def _quantise_kernel(x, out, size, scale, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Convert to float8. Grid: one program for BLOCK elements."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) / scale
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, None, weight, out, eps)
@@ -225,6 +235,15 @@ def silu_mul(x: Tensor) -> Tensor:
     if rows:
         grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
         _silu_mul_kernel[grid](x, out, size, BLOCK=_ACTIVATION_BLOCK, num_warps=4)
+    return out
+
+
+def quantise(x: Tensor, scale: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    if x.numel():
+        grid, largest = (triton.cdiv(x.numel(), _ACTIVATION_BLOCK),), torch.finfo(out.dtype).max
+        _quantise_kernel[grid](x, out, x.numel(), scale, LARGEST=largest, BLOCK=_ACTIVATION_BLOCK, num_warps=4)
     return out
 
 

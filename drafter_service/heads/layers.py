@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from drafter_service.heads.fp8 import Fp8Product
 from drafter_service.heads.operations import add_rms_norm, rms_norm, rotate_, silu_mul
 from drafter_service.heads.rope import RotaryEmbedding
 from drafter_service.heads.tensors import TensorSource
@@ -48,23 +50,46 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    def largest(self) -> float:
+        """Return an upper bound of the absolute output: an element is at most the root of the row's length, times its
+        weight. Waits for the device."""
+        return math.sqrt(len(self.weight)) * float(self.weight.abs().max())
 
-class Linear:
-    """A projection whose parts are stacked along the output: x @ cat(weights).T + cat(biases).
+
+class Projection:
+    """x @ weight.T + bias.
 
     Attributes:
         weight, bias: [out, in], and [out] or None.
     """
 
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self._fp8: Fp8Product | None = None
+
+    def use_fp8(self, *norms: RMSNorm) -> None:
+        """Compute the product in 8 bits from now on. The inputs are parts of outputs of `norms`."""
+        self._fp8 = Fp8Product(self.weight, max(norm.largest() for norm in norms))
+        self.weight = self._fp8.weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fp8 is None:
+            return F.linear(x, self.weight, self.bias)
+        out = self._fp8(x)
+        return out if self.bias is None else out + self.bias
+
+
+class Linear(Projection):
+    """A projection of a checkpoint whose parts are stacked along the output: x @ cat(weights).T + cat(biases)."""
+
     def __init__(
         self, source: TensorSource, names: list[str], out_features: list[int], in_features: int, *, bias: bool
     ) -> None:
         parts = list(zip(names, out_features, strict=True))
-        self.weight = torch.cat([source.take(f"{name}.weight", size, in_features) for name, size in parts])
-        self.bias = torch.cat([source.take(f"{name}.bias", size) for name, size in parts]) if bias else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        super().__init__(
+            torch.cat([source.take(f"{name}.weight", size, in_features) for name, size in parts]),
+            torch.cat([source.take(f"{name}.bias", size) for name, size in parts]) if bias else None,
+        )
 
 
 class Attention:
@@ -119,16 +144,20 @@ class Attention:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)).
+
+    Attributes:
+        gate_up: The projection of both.
+    """
 
     def __init__(self, source: TensorSource, prefix: str, config: LayerConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = Linear(source, names, [inner, inner], hidden, bias=config.mlp_bias)
+        self.gate_up = Linear(source, names, [inner, inner], hidden, bias=config.mlp_bias)
         self._down = Linear(source, [f"{prefix}.down_proj"], [hidden], inner, bias=config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(silu_mul(self._gate_up(x)))
+        return self._down(silu_mul(self.gate_up(x)))
 
 
 class DecoderLayer:
@@ -152,6 +181,12 @@ class DecoderLayer:
         weight = source.take(f"{prefix}.post_attention_layernorm.weight", config.hidden_size)
         self._mlp_norm = RMSNorm(weight, config.norm_eps)
         self._mlp = GatedMLP(source, f"{prefix}.mlp", config)
+
+    def use_fp8(self, *input_norms: RMSNorm) -> None:
+        """Compute products with normed inputs in 8 bits; without `input_norms` the layer's own input is not normed."""
+        if input_norms:
+            self.attention.qkv.use_fp8(*input_norms)
+        self._mlp.gate_up.use_fp8(self._mlp_norm)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, cache: KVCache, batch: RaggedBatch

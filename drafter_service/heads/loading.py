@@ -14,6 +14,7 @@ from drafter_service.heads.dflash import DFlashHead
 from drafter_service.heads.eagle1 import Eagle1Head
 from drafter_service.heads.eagle3 import Eagle3Head
 from drafter_service.heads.eagle_config import EagleConfig, read_eagle_config
+from drafter_service.heads.fp8 import check_device
 from drafter_service.heads.layouts import canonical_names
 from drafter_service.heads.peagle import PEagleHead
 from drafter_service.heads.reader import Reader, text_config
@@ -27,7 +28,14 @@ _EAGLE: dict[str, type[Eagle1Head | Eagle3Head]] = {"eagle": Eagle1Head, "eagle3
 
 
 def load_head(
-    head_dir: Path, target_dir: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool = False, seed: int = 0
+    head_dir: Path,
+    target_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dummy: bool = False,
+    seed: int = 0,
+    quantization: str | None = None,
 ) -> Head:
     """Load an EAGLE-1/2/3, P-EAGLE, DFlash or DSpark head in a published layout or in that of `speculators`.
 
@@ -37,8 +45,10 @@ def load_head(
         dtype, device: Dtype and device of the weights and the states.
         dummy: Use random weights; only the two config.json are read.
         seed: Seed of the random weights.
+        quantization: "fp8" to compute products with normed inputs in 8 bits; None for `dtype`.
 
     Raises:
+        InvalidArgumentError: If the device lacks such products.
         CheckpointError: If the head is damaged, incomplete or not of a kind that is supported.
         MismatchError: If the head does not fit the target.
 
@@ -47,6 +57,17 @@ def load_head(
         >>> head.spec.method
         'eagle3'
     """
+    if quantization is not None:
+        check_device(device)
+    head = _load(head_dir, target_dir, dtype, device, dummy=dummy, seed=seed)
+    if quantization is not None:
+        head.use_fp8()
+    return head
+
+
+def _load(
+    head_dir: Path, target_dir: Path, dtype: torch.dtype, device: torch.device, *, dummy: bool, seed: int
+) -> Head:
     config_bytes = _config_bytes(head_dir)
     if dummy:
         config = _read_config(head_dir, target_dir)

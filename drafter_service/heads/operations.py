@@ -10,6 +10,9 @@ import torch.nn.functional as F
 
 from draftwire.model import fusion
 
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `draftwire.model.fusion.rms_norm` of rows [T, H]."""
@@ -118,6 +121,15 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
         return kernels.silu_mul(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def quantise(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x / scale as float8 e4m3, rounded to nearest; larger values become the largest float8."""
+    if uses_triton(x):
+        from drafter_service.heads import kernels
+
+        return kernels.quantise(x, scale)
+    return (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
 
 
 def uses_triton(x: torch.Tensor) -> bool:

@@ -121,6 +121,14 @@ class Head(ABC):
     fusion: FeatureFusion | None = None
 
     @abstractmethod
+    def use_fp8(self) -> None:
+        """Compute the products whose inputs are normed in 8 bits from now on.
+
+        Raises:
+            CheckpointError: If a size does not allow it.
+        """
+
+    @abstractmethod
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Return the states of rows of the target's features: [T, feature_width] -> [T, hidden]."""
 

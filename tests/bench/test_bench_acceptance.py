@@ -33,6 +33,24 @@ def prompts(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("head", [pytest.param("eagle3", marks=pytest.mark.full), "dspark"])
+def test_a_head_in_8_bits_samples_what_its_logits_say(head, prompts, tmp_path):
+    """Drafts are accepted as often as the closed form of the head in 8 bits says."""
+    path = tmp_path / "acceptance.json"
+    result = bench(
+        *("--target", str(DEMO / "target"), "--head", str(DEMO / head), "--quantization", "fp8"),
+        *("--verifier-device", "cpu", "--drafter-device", "cpu", "--dtype", "float32", "--prompts", str(prompts)),
+        *("--num-prompts", "6", "--prompt-tokens", "20", "--output-tokens", "24", "--samples", "2"),
+        *("--methods", "gumbel dense", "--temperatures", "0,1", "--json", str(path)),
+    )
+    assert result.exit_code == 0, result.output
+    certain, sampled = json.loads(path.read_text())["cells"]
+    assert certain["conditional"] == certain["conditional_closed_form"]
+    assert all(abs(position["z"]) < 4.5 for position in sampled["positions"])
+    assert sampled["acceptance_length"] > 1.3
+    assert certain["steps_unlike"] + sampled["steps_unlike"] <= 2
+
+
 def test_the_demo_pair_with_one_method(prompts, tmp_path):
     path = tmp_path / "acceptance.json"
     result = bench(

@@ -43,6 +43,16 @@ def test_norms(dtype: torch.dtype, rows: int, size: int) -> None:
         check(normed, expected)
 
 
+@pytest.mark.gpu  # Triton's interpreter rounds to float8 without a carry to the exponent
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float8(dtype: torch.dtype) -> None:
+    x = 30 * draw(5, 2 * 300, dtype=dtype)[:, 300:]
+    given, expected = layers.quantise(x, 0.1), operations.quantise(x.cpu(), 0.1)
+    assert given.dtype == expected.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(given.float().cpu(), expected.float(), rtol=0, atol=0)
+    assert float(given.float().abs().max()) == operations.LARGEST_FP8
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_layers_input(dtype: torch.dtype) -> None:
     tokens = torch.tensor([4, 0, 6, 6], device=DEVICE)

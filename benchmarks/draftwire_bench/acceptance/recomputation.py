@@ -80,10 +80,18 @@ class StepRows:
 class Models:
     """A target and its head."""
 
-    def __init__(self, target_dir: Path, head_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        target_dir: Path,
+        head_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+    ) -> None:
+        """`quantization` is that of the head; see `load_head`."""
         model: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=dtype, attn_implementation="eager")
         self._model = model.to(device).eval()
-        self._head = load_head(head_dir, target_dir, dtype, device)
+        self._head = load_head(head_dir, target_dir, dtype, device, quantization=quantization)
         self._device, self._dtype = device, dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
 

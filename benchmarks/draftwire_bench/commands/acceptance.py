@@ -57,7 +57,9 @@ def acceptance(json_path: Path | None, **given: Any) -> None:
     prompts = _token_ids(pair, given)
     console = report_console()
     workload = {name: given[name] for name in ("output_tokens", "num_speculative_tokens", "samples", "seed")}
-    document = describe() | {"workload": {**workload, "prompts": len(prompts), "dtype": pair.dtype}}
+    document = describe() | {
+        "workload": {**workload, "prompts": len(prompts), "dtype": pair.dtype, "quantization": pair.quantization}
+    }
     cells: list[Cell] = []
     with console.status("serving"), ThreadPoolExecutor(given["parallel"]) as pool:
         served = pool.map(partial(_serve, pair, prompts, temperatures, given), methods)
@@ -137,4 +139,5 @@ def _load(pair: PairOptions) -> Any:
         disable_progress_bar()
     device = choose_device(pair.verifier_device)
     target = resolve_directory(pair.target)
-    return Models(target, resolve_directory(pair.head), choose_dtype(pair.dtype, device, target), device)
+    dtype = choose_dtype(pair.dtype, device, target)
+    return Models(target, resolve_directory(pair.head), dtype, device, pair.quantization)

@@ -51,6 +51,7 @@ _PAIR_OPTIONS = (
         type=click.Choice(["auto", "dummy"]),
         help="dummy: random weights with the shapes in config.json.",
     ),
+    click.option("--quantization", type=click.Choice(["fp8"]), help="Of the drafter's head."),
     click.option("--verifier-args", default="", metavar="ARGS", help="Further arguments of `draftwire verifier`."),
     click.option("--drafter-args", default="", metavar="ARGS", help="Further arguments of `draftwire drafter`."),
 )
@@ -75,5 +76,5 @@ def pair_from(given: dict[str, Any]) -> PairOptions:
         verifier_arguments=shlex.split(given.pop("verifier_args")),
         drafter_arguments=shlex.split(given.pop("drafter_args")),
         **{name: given.pop(name) for name in ("target", "head", "verifier_device", "drafter_device")},
-        **{name: given.pop(name) for name in ("dtype", "load_format")},
+        **{name: given.pop(name) for name in ("dtype", "load_format", "quantization")},
     )
