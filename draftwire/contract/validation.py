@@ -135,6 +135,11 @@ def _check_synthetic(config: pb.SpeculativeConfig, prefix: str) -> None:
                 raise InvalidArgumentError(
                     f"{prefix}synthetic_acceptance_{name}", given, "needs rejection_sample_method synthetic"
                 )
+        if config.synthetic_confidence_skill:
+            skill = rounded(config.synthetic_confidence_skill)
+            raise InvalidArgumentError(
+                f"{prefix}synthetic_confidence_skill", skill, "needs rejection_sample_method synthetic"
+            )
         return
     if bool(rates) == has_length:
         raise InvalidArgumentError(

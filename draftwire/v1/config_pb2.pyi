@@ -151,7 +151,7 @@ class DraftLogits(_message.Message):
     def __init__(self, form: _Optional[_Union[DraftLogitsForm, str]] = ..., n: _Optional[int] = ...) -> None: ...
 
 class SpeculativeConfig(_message.Message):
-    __slots__ = ("num_speculative_tokens", "draft_sample_method", "draft_logits", "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length", "use_fp64_gumbel", "method", "model")
+    __slots__ = ("num_speculative_tokens", "draft_sample_method", "draft_logits", "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length", "use_fp64_gumbel", "method", "model", "synthetic_confidence_skill")
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SAMPLE_METHOD_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LOGITS_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class SpeculativeConfig(_message.Message):
     USE_FP64_GUMBEL_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    SYNTHETIC_CONFIDENCE_SKILL_FIELD_NUMBER: _ClassVar[int]
     num_speculative_tokens: int
     draft_sample_method: DraftSampleMethod
     draft_logits: DraftLogits
@@ -170,4 +171,5 @@ class SpeculativeConfig(_message.Message):
     use_fp64_gumbel: bool
     method: str
     model: str
-    def __init__(self, num_speculative_tokens: _Optional[int] = ..., draft_sample_method: _Optional[_Union[DraftSampleMethod, str]] = ..., draft_logits: _Optional[_Union[DraftLogits, _Mapping]] = ..., rejection_sample_method: _Optional[_Union[RejectionSampleMethod, str]] = ..., synthetic_acceptance_rates: _Optional[_Iterable[float]] = ..., synthetic_acceptance_length: _Optional[float] = ..., use_fp64_gumbel: _Optional[bool] = ..., method: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    synthetic_confidence_skill: float
+    def __init__(self, num_speculative_tokens: _Optional[int] = ..., draft_sample_method: _Optional[_Union[DraftSampleMethod, str]] = ..., draft_logits: _Optional[_Union[DraftLogits, _Mapping]] = ..., rejection_sample_method: _Optional[_Union[RejectionSampleMethod, str]] = ..., synthetic_acceptance_rates: _Optional[_Iterable[float]] = ..., synthetic_acceptance_length: _Optional[float] = ..., use_fp64_gumbel: _Optional[bool] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., synthetic_confidence_skill: _Optional[float] = ...) -> None: ...

@@ -18,7 +18,12 @@ from draftwire_kernels.logits_sampling import (
 )
 from draftwire_kernels.noise import NOISE_VERSION
 from draftwire_kernels.ragged_batch import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows
-from draftwire_kernels.rates import acceptance_length_to_rates, unconditional_to_conditional_rates
+from draftwire_kernels.rates import (
+    acceptance_length_to_rates,
+    draft_rates,
+    spread_rates,
+    unconditional_to_conditional_rates,
+)
 from draftwire_kernels.rejection import rejection_sample
 from draftwire_kernels.token_bitmask import mask_logits
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
@@ -40,11 +45,13 @@ __all__ = [
     "Suppression",
     "acceptance_length_to_rates",
     "derive_stream_keys",
+    "draft_rates",
     "gather_accepted_rows",
     "gumbel_sample",
     "mask_logits",
     "paged_attention",
     "process_logits",
     "rejection_sample",
+    "spread_rates",
     "unconditional_to_conditional_rates",
 ]

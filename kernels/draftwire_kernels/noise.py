@@ -25,7 +25,8 @@ slots and the order of calls. All arithmetic is on wrapping integers, so all bac
    resolution and log1p its relative precision; g is in [-2.82, 22.88] in float32 and [-3.61, 45.06] in float64, and
    never NaN or infinite.
 
-5. The acceptance uniform of (key, position, offset) is the high word of s after step 3 (float64: both words).
+5. The acceptance uniform of (key, position, offset) is the high word of s after step 3 (float64: both words). The last
+   bits of the low word select one of the draft's synthetic rates, if it has several.
 
 6. Sampling: the token with the largest log weight + g wins, the lowest id on ties. Proposals and "coupled", where two
    models race with the same noise and should agree often, use one race of all tokens. The other methods, where only the

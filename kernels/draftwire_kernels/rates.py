@@ -3,6 +3,14 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from torch import Tensor
+
+from draftwire_kernels.reference.noise import select_rates
+
+# Rates of a position that `spread_rates` draws from.
+NUM_SPREAD = 16
+
 
 def acceptance_length_to_rates(length: float, k: int) -> list[float]:
     """Return the unconditional acceptance rates with mean acceptance length `length` and the least variance.
@@ -71,3 +79,67 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> list[float]:
         conditional.append(rate / previous if previous > 0 else 0.0)
         previous = rate
     return conditional
+
+
+def spread_rates(rates: Sequence[float], skill: float) -> list[list[float]]:
+    """Return equally likely acceptance rates for each position, whose mean is the position's rate.
+
+    They are the means of equally likely parts of a beta distribution. A draft's rate is the confidence of a calibrated
+    forecaster with the Brier skill score `skill`.
+
+    Parameters
+    ----------
+    rates : sequence of float
+        Rate of each position, in [0, 1].
+    skill : float
+        Share of the variance of acceptance that the rates explain, in [0, 1): the variance of the distribution is
+        `skill` * rate * (1 - rate). With 0 all rates of a position are equal.
+
+    Returns
+    -------
+    list of list of float
+        [k][N] ascending, with N = 1 if `skill` is 0, else 16.
+
+    Examples
+    --------
+    >>> spread_rates([0.5], 0.0)
+    [[0.5]]
+    """
+    if skill == 0:
+        return [[rate] for rate in rates]
+    sampled = np.random.default_rng(0)
+    spread = []
+    for rate in rates:
+        own = np.full(NUM_SPREAD, float(rate))
+        if 0 < rate < 1:
+            weight = 1 / skill - 1
+            drawn = sampled.beta(rate * weight, (1 - rate) * weight, size=NUM_SPREAD * 4096)
+            own = np.sort(drawn).reshape(NUM_SPREAD, -1).mean(1)
+            # The mean of a sample differs from the rate.
+            own = own * (rate / own.mean()) if own.mean() > rate else 1 - (1 - own) * ((1 - rate) / (1 - own.mean()))
+        spread.append(own.tolist())
+    return spread
+
+
+def draft_rates(rates: Tensor, accept: Tensor, position: Tensor, offset: Tensor) -> Tensor:
+    """Return the rates with which `rejection_sample` accepts drafts by the method "synthetic".
+
+    The choice among a position's rates is independent of the uniform that the rate is compared to.
+
+    Parameters
+    ----------
+    rates : Tensor
+        [k, N] float32, N equally likely rates of each position, N a power of two.
+    accept : Tensor
+        [D] int64, key of the ACCEPT stream of each draft's request.
+    position : Tensor
+        [D] int64, absolute position of each draft.
+    offset : Tensor
+        [D] int64, offset of each draft in its step.
+
+    Returns
+    -------
+    Tensor
+        [D] float32.
+    """
+    return select_rates(rates, accept, position, offset)

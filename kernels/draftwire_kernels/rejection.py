@@ -32,7 +32,8 @@ def rejection_sample(
     - "standard" accepts draft x if u < p(x) / q(x), samples from max(p - q, 0) after a rejection, and from p after the
       last draft (Leviathan et al. 2211.17192; vLLM PR 40651).
     - "synthetic" accepts the draft at offset i with probability `synthetic_rates`[i], independent of p, and samples as
-      "standard" does; the output does not follow p (vLLM PRs 40662, 41035).
+      "standard" does; the output does not follow p (vLLM PRs 40662, 41035). If an offset has several rates, each draft
+      has one of them (`draft_rates`).
     - "block" decides the drafts of a step together, with an acceptance length of at least that of "standard" (Sun et
       al. 2403.10444); without draft logits it equals "standard".
     - "coupled" samples every token from p with the RESAMPLE noise of its position and accepts drafts while they are
@@ -65,7 +66,8 @@ def rejection_sample(
         q of each draft, for "standard", "block" and "synthetic".
     method : {"standard", "synthetic", "block", "coupled"}
     synthetic_rates : Tensor, optional
-        [k] float32 conditional rates, k >= k_max; only for "synthetic", which requires them.
+        [k] or [k, N] float32 conditional rates, k >= k_max, N a power of two: N equally likely rates of each offset;
+        only for "synthetic", which requires them.
     use_fp64 : bool
         Compute, sample and compare in float64.
     backend : {"auto", "reference", "triton"}
@@ -113,6 +115,8 @@ def rejection_sample(
     if draft_logits is not None:
         _check_draft_logits(draft_logits, num_drafts, vocab, method, target_logits)
     _check_synthetic_rates(synthetic_rates, method, cu_rows, target_logits)
+    if synthetic_rates is not None:
+        synthetic_rates = synthetic_rates.view(len(synthetic_rates), -1)
     arguments = (
         target_logits,
         draft_tokens,
@@ -158,7 +162,10 @@ def _check_synthetic_rates(rates: Tensor | None, method: str, cu_rows: Tensor, t
         raise ValueError(f"synthetic_rates: got {given} with method {method!r}, expected {expected}")
     if rates is None:
         return
-    validation.check_tensor("synthetic_rates", rates, ("k",), (float32,), (target_logits.device,))
+    shape = ("k", "N") if isinstance(rates, Tensor) and rates.ndim == 2 else ("k",)
+    validation.check_tensor("synthetic_rates", rates, shape, (float32,), (target_logits.device,))
+    if rates.ndim == 2 and rates.shape[1].bit_count() != 1:
+        raise ValueError(f"synthetic_rates: got {rates.shape[1]} rates of an offset, expected a power of two")
     if cu_rows.device.type == "cpu":
         max_drafts = int(cu_rows.diff().max()) - 1
         if rates.shape[0] < max_drafts:

@@ -255,6 +255,8 @@ GOOD_CONFIGS = [
     {**SYNTHETIC, "synthetic_acceptance_rates": [0, 0]},
     {**SYNTHETIC, "synthetic_acceptance_length": 1},
     {**SYNTHETIC, "synthetic_acceptance_length": 3},
+    {**SYNTHETIC, "synthetic_acceptance_length": 3, "synthetic_confidence_skill": 0.9},
+    {"synthetic_confidence_skill": 0.0},
     {**SYNTHETIC, **GUMBEL, "draft_logits": "dense", "synthetic_acceptance_length": 2.5},
     {"use_fp64_gumbel": True},
     {"method": "eagle3", "model": "some/head"},
@@ -293,6 +295,14 @@ BAD_CONFIGS = [
     ({**SYNTHETIC, "synthetic_acceptance_rates": [1.0, False]}, "(expected no true or false)"),
     ({**SYNTHETIC, "synthetic_acceptance_rates": 0.5}, "synthetic_acceptance_rates = 0.5: allowed range [0, 1]"),
     ({**SYNTHETIC, "synthetic_acceptance_rates": [0] * 17}, "at most 16 entries"),
+    (
+        {"synthetic_confidence_skill": 0.2},
+        "synthetic_confidence_skill = 0.2: needs rejection_sample_method synthetic",
+    ),
+    (
+        {**SYNTHETIC, "synthetic_acceptance_length": 2, "synthetic_confidence_skill": 1},
+        "synthetic_confidence_skill = 1.0: allowed range [0, 0.9]",
+    ),
     ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "synthetic_acceptance_length = 0.5: allowed range [1, 17]"),
     (
         {**SYNTHETIC, "synthetic_acceptance_length": 3.5},

@@ -22,8 +22,9 @@ K = 3
     [
         ({"synthetic_acceptance_rates": [0.8, 0.5, 0.1]}, (0.8, 0.5, 0.1)),
         ({"synthetic_acceptance_length": 2.3}, (1.0, 0.3, 0.0)),
+        ({"synthetic_acceptance_rates": [0.8, 0.5, 0.1], "synthetic_confidence_skill": 0.5}, (0.8, 0.5, 0.1)),
     ],
-    ids=["rates", "length"],
+    ids=["rates", "length", "drawn rates"],
 )
 def test_acceptance_is_as_configured(
     setting: dict[str, Any],

@@ -137,9 +137,10 @@ def verify_standard(r: Request) -> list[int]:
     return [*r.drafts, r.token(len(r.drafts), r.p[-1])]
 
 
-def verify_synthetic(r: Request, rates: Sequence[float]) -> list[int]:
+def verify_synthetic(r: Request, rates: Sequence[Sequence[float]]) -> list[int]:
     for i, _ in enumerate(r.drafts):
-        if not r.uniform(i) < rates[i]:
+        rate = rates[i][row_state(r.accept_key, r.position + i, i) % len(rates[i])]
+        if not r.uniform(i) < rate:
             residual = np.maximum(r.p[i] - r.q_row(i), 0)
             return [*r.drafts[:i], r.token(i, residual if residual.max() > 0 else r.p[i])]
     return [*r.drafts, r.token(len(r.drafts), r.p[-1])]

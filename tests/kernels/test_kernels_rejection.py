@@ -19,7 +19,8 @@ from draftwire_kernels import (
 
 INF = float("inf")
 NAN = float("nan")
-RATES = torch.tensor([0.9, 0.6, 0.3, 0.8, 0.5])
+# Four equally likely rates of each offset.
+RATES = torch.tensor([0.9, 0.6, 0.3, 0.8, 0.5])[:, None] * torch.tensor([1.0, 0.9, 0.4, 0.1])
 
 
 class Batch:

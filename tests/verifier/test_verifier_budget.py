@@ -75,10 +75,11 @@ def test_without_confidences_a_position_has_one_rate():
     np.testing.assert_allclose(calibration.acceptance(np.full((1, 3), np.nan)), [[0.9, 0.5, 0.3]], atol=0.08)
 
 
-def test_synthetic_rates_stand_whatever_the_confidences_are():
+def test_synthetic_confidences_are_right_whatever_is_accepted():
     calibration = Calibration(3, [0.8, 0.5, 0.2])
     verify(calibration, 10, np.zeros((3, 2)))
-    assert calibration.survival(np.array([[0.1, 0.2, 0.9]])).tolist() == [pytest.approx([0.8, 0.4, 0.08])]
+    assert calibration.survival(np.array([[0.1, 0.2, 0.9]])).tolist() == [pytest.approx([0.1, 0.02, 0.018])]
+    assert calibration.survival(np.full((1, 3), np.nan)).tolist() == [pytest.approx([0.8, 0.4, 0.08])]
 
 
 # Seconds of a pass.

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from draftwire_kernels import draft_rates
 from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.drafters.session import Binding
 from verifier_service.pacing import Calibration, Limit, VerificationBudget, chosen
@@ -32,9 +34,7 @@ class Offers(NamedTuple):
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Offers:
         """Return the drafts that the requests have."""
-        drafts = [request.drafts for request in requests]
-        offered = [(0, None) if own is None else (len(own.tokens), own.confidences) for own in drafts]
-        return cls(requests, *_columns(offered))
+        return cls(requests, *_columns([request.drafts for request in requests]))
 
     def with_more(self, owner: np.ndarray, offset: np.ndarray, confidences: np.ndarray | None) -> Offers:
         """Return these and D more drafts.
@@ -57,7 +57,8 @@ class _Result(NamedTuple):
 
     calibration: Calibration
     address: str  # address of the drafter
-    offered: tuple[int, Sequence[float] | None]  # number of drafts, and at least their confidences
+    request: Request
+    drafts: ReadyDrafts
     num_verified: int
     num_accepted: int
 
@@ -73,8 +74,13 @@ class DraftBudget:
         expected: Expected accepted drafts, by the calibrated confidences of the verified ones, by address.
     """
 
-    def __init__(self, bindings: Mapping[Request, Binding], budget: VerificationBudget) -> None:
+    def __init__(
+        self, bindings: Mapping[Request, Binding], budget: VerificationBudget, rates: torch.Tensor | None = None
+    ) -> None:
+        """`rates`: [k, N] float32, equally likely rates of each position with synthetic acceptance; the rate of each
+        draft is its confidence."""
         self.budget = budget
+        self._rates = rates
         self.offered, self.verified, self.accepted = Counter[str](), Counter[str](), Counter[str]()
         self.expected: dict[str, float] = {}
         self._bindings = bindings
@@ -92,11 +98,15 @@ class DraftBudget:
             return num_drafts
         bindings = map(self._bindings.get, offers.requests)
         calibrations = [None if binding is None else binding.session.pace.calibration for binding in bindings]
-        survival = np.zeros(offers.confidences.shape)
+        confidences = offers.confidences
+        if self._rates is not None:
+            lengths = [len(request.tokens) for request in offers.requests]
+            confidences = _synthetic(self._rates, offers.requests, lengths, confidences.shape[1])
+        survival = np.zeros(confidences.shape)
         for calibration in dict.fromkeys(calibrations):
             if calibration is not None:  # else the drafter has disconnected
                 own = [place for place, other in enumerate(calibrations) if other is calibration]
-                survival[own] = _survival(calibration, num_drafts[own], offers.confidences[own])
+                survival[own] = _survival(calibration, num_drafts[own], confidences[own])
         return chosen(survival, limit)
 
     def count(self, request: Request, drafts: ReadyDrafts, num_verified: int, num_accepted: int) -> None:
@@ -107,9 +117,8 @@ class DraftBudget:
             self.offered[session.stream.address] += len(drafts.tokens)
             self.verified[session.stream.address] += num_verified
             self.accepted[session.stream.address] += num_accepted
-            offered = len(drafts.tokens), drafts.confidences
             calibration, address = session.pace.calibration, session.stream.address
-            self._results.append(_Result(calibration, address, offered, num_verified, num_accepted))
+            self._results.append(_Result(calibration, address, request, drafts, num_verified, num_accepted))
 
     def learn(self) -> None:
         """Update the budget and the calibrations from the recorded outcomes, if there are enough."""
@@ -123,7 +132,11 @@ class DraftBudget:
             self._learn_of(calibration, address, results)
 
     def _learn_of(self, calibration: Calibration, address: str, results: Sequence[_Result]) -> None:
-        num_drafts, confidences = _columns([result.offered for result in results])
+        num_drafts, confidences = _columns([result.drafts for result in results])
+        if self._rates is not None:
+            lengths = [result.drafts.committed_length for result in results]
+            requests = [result.request for result in results]
+            confidences = _synthetic(self._rates, requests, lengths, confidences.shape[1])
         num_verified = np.array([result.num_verified for result in results])
         num_accepted = np.array([result.num_accepted for result in results])
         survival = _survival(calibration, num_drafts, confidences)
@@ -135,15 +148,25 @@ class DraftBudget:
         self.expected[address] = self.expected.get(address, 0.0) + float(brought.sum())
 
 
-def _columns(offered: Sequence[tuple[int, Sequence[float] | None]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of drafts and the confidences, as in `Offers`, of pairs of both."""
-    num_drafts = np.array([count for count, _ in offered], np.int64)
-    given = np.array([0 if confidences is None else count for count, confidences in offered], np.int64)
-    columns = np.full((len(offered), int(num_drafts.max(initial=0))), np.nan)
-    columns[np.arange(columns.shape[1]) < given[:, None]] = [
-        confidence for count, confidences in offered if confidences is not None for confidence in confidences[:count]
-    ]
-    return num_drafts, columns
+def _columns(drafts: Sequence[ReadyDrafts | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of drafts and the confidences, as in `Offers`."""
+    num_drafts = np.array([0 if own is None else len(own.tokens) for own in drafts], np.int64)
+    confidences = np.full((len(drafts), int(num_drafts.max(initial=0))), np.nan)
+    sure = [(row, own.confidences) for row, own in enumerate(drafts) if own is not None and own.confidences is not None]
+    if sure:
+        counts = np.zeros(len(drafts), np.int64)
+        counts[[row for row, _ in sure]] = num_drafts[[row for row, _ in sure]]
+        given = [one for row, own in sure for one in own[: num_drafts[row]]]
+        confidences[np.arange(confidences.shape[1]) < counts[:, None]] = given
+    return num_drafts, confidences
+
+
+def _synthetic(rates: torch.Tensor, requests: Sequence[Request], lengths: Sequence[int], width: int) -> np.ndarray:
+    """Return the rates [S, width] with which the sampler accepts the drafts after `lengths` committed tokens."""
+    offset = torch.arange(width).repeat(len(requests))
+    accept = torch.tensor([request.keys.accept for request in requests]).repeat_interleave(width)
+    position = torch.tensor(lengths).repeat_interleave(width) + offset
+    return draft_rates(rates, accept, position, offset).view(-1, width).double().numpy()
 
 
 def _survival(calibration: Calibration, num_drafts: np.ndarray, confidences: np.ndarray) -> np.ndarray:

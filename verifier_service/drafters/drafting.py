@@ -80,8 +80,10 @@ class Drafting:
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self.is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
         self._profile = profile or Profile()
-        self._rates = synthetic_rates(config)
-        self.budget = DraftBudget(self._bindings, VerificationBudget(self._profile, is_adaptive=self.is_adaptive))
+        rates = synthetic_rates(config)
+        self._mean_rates = None if rates is None else rates.mean(1).tolist()
+        budget = VerificationBudget(self._profile, is_adaptive=self.is_adaptive)
+        self.budget = DraftBudget(self._bindings, budget, rates)
         self.wait_policy = DraftWaitPolicy(self._sessions, self._bindings)
         self._sender = StepSender(config, times, self.wait_policy)
         self._pinned_drafts: int | None = None
@@ -132,7 +134,7 @@ class Drafting:
                     self._profile,
                     is_adaptive=self.is_adaptive,
                     is_local=event.stream.sender.carrier != draft_pb2.CARRIER_BYTES,
-                    rates=self._rates,
+                    rates=self._mean_rates,
                 ),
                 Breaker(self._deadline_s, on_trial=event.stream.on_trial),
             )

@@ -32,8 +32,8 @@ class Calibration:
     """
 
     def __init__(self, max_drafts: int, rates: Sequence[float] | None = None) -> None:
-        """`rates`: known conditional acceptance rates of the positions, for synthetic acceptance; they replace the
-        confidences."""
+        """`rates`: known mean acceptance rates of the positions, for synthetic acceptance, whose confidences are known
+        to be right."""
         self._rates = None if rates is None else np.asarray(rates, np.float64)[:max_drafts]
         self._weights = np.tile([0.0, 1.0], (max_drafts, 1))  # offset and slope of each position
         self._precision = np.zeros((max_drafts, 2, 2))  # of the tested drafts
@@ -44,7 +44,7 @@ class Calibration:
         """Return the conditional acceptance probabilities for confidences, both [S, n]; NaN: no confidence."""
         num_drafts = confidences.shape[1]
         if self._rates is not None:
-            return np.broadcast_to(self._rates[:num_drafts], confidences.shape)
+            return np.where(np.isnan(confidences), self._rates[:num_drafts], confidences)
         offset, slope = self._weights[:num_drafts].T
         return 1.0 / (1.0 + np.exp(-(offset + slope * _logit(confidences))))
 

@@ -20,6 +20,7 @@ from draftwire_kernels import (
     mask_logits,
     process_logits,
     rejection_sample,
+    spread_rates,
     unconditional_to_conditional_rates,
 )
 from verifier_service.core.batch import SampledLogprobs, SampledTokens, ScheduledRows
@@ -95,7 +96,7 @@ class TokenSampler:
         self._most_rows = config.num_speculative_tokens + 1
         self._processor = LogitsProcessor(max_num_seqs, vocab_size, eos_token_ids, device)
         rates = synthetic_rates(config)
-        self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=device)
+        self._rates = None if rates is None else rates.to(device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Draw from batches of all sizes with logits of `dtype`, raw and processed, so that no step waits for a
@@ -300,14 +301,16 @@ class TokenSampler:
         return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
 
-def synthetic_rates(config: config_pb2.SpeculativeConfig) -> list[float] | None:
-    """Return the conditional acceptance rates of the positions; None unless acceptance is synthetic."""
+def synthetic_rates(config: config_pb2.SpeculativeConfig) -> torch.Tensor | None:
+    """Return the equally likely conditional acceptance rates of each position, [k, N] float32; None unless acceptance
+    is synthetic."""
     if config.rejection_sample_method != cfg.SYNTHETIC:
         return None
     rates = list(config.synthetic_acceptance_rates) or acceptance_length_to_rates(
         config.synthetic_acceptance_length, config.num_speculative_tokens
     )
-    return unconditional_to_conditional_rates(rates)
+    spread = spread_rates(unconditional_to_conditional_rates(rates), config.synthetic_confidence_skill)
+    return torch.tensor(spread, dtype=torch.float32)
 
 
 def _by_columns(batch: Sequence[ScheduledRows]) -> list[list[int]]:

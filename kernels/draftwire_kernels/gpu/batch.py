@@ -22,7 +22,8 @@ class Batch(NamedTuple):
     accept: Any  # [B] int64
     resample: Any  # [B] int64
     position: Any  # [B] int64
-    rates: Any  # [k] float32, or None
+    rates: Any  # [k, num_rates] float32, or None
+    num_rates: Any  # a power of two
 
 
 class Draft(NamedTuple):

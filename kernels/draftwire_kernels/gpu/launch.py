@@ -125,6 +125,7 @@ def rejection_sample(
         resample=keys.resample.contiguous(),
         position=position.contiguous(),
         rates=None if synthetic_rates is None else synthetic_rates.contiguous(),
+        num_rates=1 if synthetic_rates is None else synthetic_rates.shape[1],
     )
     integers = torch.empty(num_requests, dtype=torch.int32, device=device)
     out = Output(torch.empty(num_requests, most_rows, dtype=torch.int64, device=device), most_rows, integers)

@@ -14,7 +14,7 @@ from draftwire_kernels.gpu.batch import (
 )
 from draftwire_kernels.gpu.block import begin_block
 from draftwire_kernels.gpu.draw import load_lists, load_rows
-from draftwire_kernels.gpu.noise import accept_uniform
+from draftwire_kernels.gpu.noise import accept_uniform, row_state
 from draftwire_kernels.gpu.resolve import combine_rows, load_drafted, load_parts, load_tokens, resolve, row_piece
 from draftwire_kernels.gpu.scan import (
     INFINITY,
@@ -115,7 +115,7 @@ def verify_kernel(
                 if METHOD == "block":
                     begin_block(batch, scratch, request, rows, USE_FP64, ROWS)
                 else:
-                    refused, accepted = first_refusal(batch, rows, begin, num_drafts, METHOD)
+                    refused, accepted = first_refusal(batch, rows, accept, position, begin, num_drafts, METHOD)
                     if WAVES > 1:
                         announce(scratch.waves, request, wave, at(refused.to(tl.int32), rows.offset, accepted) != 0)
                     accepted, token, decided = resolve(
@@ -203,14 +203,21 @@ def read_row(
 
 
 @triton.jit
-def first_refusal(batch, rows, begin, num_drafts, METHOD: tl.constexpr):
+def draft_rate(batch, accept, position, offset, drafted):
+    """Return the synthetic rates of drafts; `draftwire_kernels.draft_rates`."""
+    place = (row_state(accept, position + offset, offset) & (batch.num_rates - 1)).to(tl.int32)
+    return tl.load(batch.rates + offset * batch.num_rates + place, mask=drafted, other=0.0)
+
+
+@triton.jit
+def first_refusal(batch, rows, accept, position, begin, num_drafts, METHOD: tl.constexpr):
     """Return which drafts of the wave are rejected, and the first one (none for "coupled", whose samples decide)."""
     if METHOD == "coupled":
         refused = rows.exists == 0
         accepted = begin
     else:
         if METHOD == "synthetic":
-            passes = rows.uniform < tl.load(batch.rates + rows.offset, mask=rows.drafted, other=0.0)
+            passes = rows.uniform < draft_rate(batch, accept, position, rows.offset, rows.drafted)
         else:
             passes = rows.uniform < rows.p / rows.q
         usable = (rows.ended == 0) & (rows.top > -INFINITY)
@@ -248,9 +255,9 @@ def resolve_greedy(
     best = tl.min(tl.where(x == top[:, None], column, NO_INDEX), 1)
     token = tl.load(batch.draft_tokens + first_draft + offset, mask=drafted, other=-1)
     if METHOD == "synthetic":
-        position = tl.load(batch.position + request) + offset
-        uniform = accept_uniform(tl.load(batch.accept + request), position, offset, USE_FP64)
-        passes = uniform < tl.load(batch.rates + offset, mask=drafted, other=0.0)
+        accept, position = tl.load(batch.accept + request), tl.load(batch.position + request)
+        uniform = accept_uniform(accept, position + offset, offset, USE_FP64)
+        passes = uniform < draft_rate(batch, accept, position, offset, drafted)
         passes &= (token >= 0) & (token < batch.vocab)
     else:
         passes = token == best

@@ -84,6 +84,12 @@ def accept_uniform(key: Tensor, position: Tensor, offset: Tensor, dtype: torch.d
     return uniform32(words[:, 1]) if dtype == torch.float32 else uniform64(words[:, 1], words[:, 0])
 
 
+def select_rates(rates: Tensor, key: Tensor, position: Tensor, offset: Tensor) -> Tensor:
+    """Return one of each draft's N rates, [D] of [k, N]; see `draftwire_kernels.draft_rates`."""
+    # The low word of the state; in float32 the uniform is the high word, in float64 these are its last bits.
+    return rates[offset, row_state(key, position, offset) & (rates.shape[1] - 1)]
+
+
 def gumbel_noise(state: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return Gumbel noise [N, V] of `dtype` (float32 or float64) for rows' states and int32 token ids [V] or [N, V]."""
     words = token_words(state, token_ids)

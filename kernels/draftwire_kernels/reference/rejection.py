@@ -8,7 +8,7 @@ from draftwire_kernels.reference.block import block_acceptance
 from draftwire_kernels.reference.distribution import add_noise, compute_dtype, draw
 from draftwire_kernels.reference.drafts import Draft, Target, draft_rows, residual, target_rows, without_draft
 from draftwire_kernels.reference.layout import Layout
-from draftwire_kernels.reference.noise import accept_uniform
+from draftwire_kernels.reference.noise import accept_uniform, select_rates
 from draftwire_kernels.types import DraftLogits, RejectionResult, StreamKeys
 
 
@@ -30,19 +30,17 @@ def rejection_sample(
         return _coupled(target, draft_tokens, temperature, keys, position, layout)
 
     draft = draft_rows(draft_tokens, target, temperature, layout, draft_logits)
-    uniform = accept_uniform(
-        keys.accept[layout.draft_request],
-        position[layout.draft_request] + layout.draft_offset,
-        layout.draft_offset,
-        target.scores.dtype,
-    )
+    accept_key = keys.accept[layout.draft_request]
+    draft_position = position[layout.draft_request] + layout.draft_offset
+    uniform = accept_uniform(accept_key, draft_position, layout.draft_offset, target.scores.dtype)
     usable = ~draft.ended & target.valid[layout.draft_row]
     weight = None
     if method == "block" and draft.q is not None:
         accept, weight = block_acceptance(target, draft, usable, uniform, temperature, layout)
     elif method == "synthetic":
         assert synthetic_rates is not None
-        accept = layout.pad(usable & (uniform < synthetic_rates[layout.draft_offset]), False)
+        rates = select_rates(synthetic_rates, accept_key, draft_position, layout.draft_offset)
+        accept = layout.pad(usable & (uniform < rates), False)
     else:
         accept = layout.pad(usable & (uniform < draft.p_token / draft.q_token), False)
 
