@@ -37,6 +37,7 @@ from verifier_service.drafters.stream import (
     StepMessage,
     Stream,
 )
+from verifier_service.pacing import Profile
 
 CPU = torch.device("cpu")
 VOCAB = 20
@@ -262,10 +263,16 @@ class Scene:
     """A `Drafting` with running requests and connected drafters."""
 
     def __init__(
-        self, config: dict[str, Any] | None = None, deadline_s: float | None = None, *, adaptive_k: bool | None = None
+        self,
+        config: dict[str, Any] | None = None,
+        deadline_s: float | None = None,
+        *,
+        adaptive_k: bool | None = None,
+        profile: Profile | None = None,
     ) -> None:
         settings = speculative_config_from_mapping({"num_speculative_tokens": K, **(config or {})})
-        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU, StepTimes(), adaptive_k=adaptive_k)
+        times = StepTimes()
+        self.drafting = Drafting(settings, VOCAB, deadline_s, CPU, times, adaptive_k=adaptive_k, profile=profile)
         self.requests: list[Request] = []
         self.stores: dict[FeatureKind, FeatureStore] = {}
         self._target = _HandTarget()

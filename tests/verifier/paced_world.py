@@ -68,12 +68,16 @@ class Drafter:
         self.world.clock.now += costs.send_s * (not any(step.num_drafts)) + costs.send_row_s * sum(step.num_rows)
         self.link_free = max(self.link_free, self.world.clock.now) + costs.feature_row_s * sum(step.num_rows)
         has_backlog = max(step.num_rows, default=0) > K + 2
-        compute_s = noisy(costs.draft_s * max(step.num_drafts, default=0) + costs.backlog_s * has_backlog)
+        compute_s = noisy(self.draft_s(step) + costs.backlog_s * has_backlog)
         self.is_free = max(self.is_free, self.link_free + noisy(costs.trip_s / 2)) + compute_s
         answer = answer_to(step, [5] * 16)
         answer.compute_time_s = compute_s
         last = self.answers[-1][0] if self.answers else 0.0
         self.answers.append((max(last, self.is_free + noisy(costs.trip_s / 2)), answer))
+
+    def draft_s(self, step: pb.DraftStep) -> float:
+        """Return the seconds that the step's drafts take."""
+        return self.costs.draft_s * max(step.num_drafts, default=0)
 
 
 class World:
@@ -84,6 +88,9 @@ class World:
 
     `second`: costs of a second drafter; the target's costs are those of `costs`.
     """
+
+    max_sequences = 100  # of each drafter
+    drafter_type = Drafter
 
     def __init__(
         self,
@@ -101,11 +108,11 @@ class World:
     ) -> None:
         self.clock = clock
         self.costs = costs or Costs()
-        self.scene = Scene(config, deadline_s)
+        self.scene = self._new_scene(config, deadline_s)
         self.drafting = self.scene.drafting
         self.drafters: dict[Stream, Drafter] = {}
-        for drafter in [Drafter(one, self) for one in (self.costs, second) if one is not None]:
-            stream = self.scene.connect()
+        for drafter in [self.drafter_type(one, self) for one in (self.costs, second) if one is not None]:
+            stream = self.scene.connect(max_sequences=self.max_sequences)
             stream.address = f"drafter:{1 + len(self.drafters)}"
             stream.on_send = drafter.take
             self.drafters[stream] = drafter
@@ -118,9 +125,15 @@ class World:
         self.draw = random.Random(0)
         self._in_flight: Step | None = None
         self._in_flight_s = (0.0, 0.0, 0.0)  # time of its end, its duration, and the device's idle time before it
-        self._planner = Planner(cast("Scheduler", _Places(self.scene)), self.drafting, is_async=True)
+        self._planner = Planner(cast("Scheduler", self._new_places()), self.drafting, is_async=True)
         for _ in range(sequences):
             self.arrive()
+
+    def _new_scene(self, config: dict[str, Any] | None, deadline_s: float | None) -> Scene:
+        return Scene(config, deadline_s)
+
+    def _new_places(self) -> Places:
+        return Places(self.scene)
 
     def run(self, seconds: float) -> float:
         """Run for `seconds`, or until all requests have ended; return the tokens per second."""
@@ -201,21 +214,23 @@ class World:
         until = self.next_answer if deadline is None else min(deadline, self.next_answer)
         self.clock.now = max(self.clock.now, until) + 1e-6
 
-    def _seconds(self, counts: Sequence[int]) -> float:
-        """Return the seconds of a step with these numbers of drafts, and record the step."""
+    def _seconds(self, rows: Sequence[ScheduledRows]) -> float:
+        """Return the seconds of a step with these rows, and record the step."""
+        counts = [one.num_drafts for one in rows]
         self.step_sizes.append(len(counts))
         self.drafted += counts
         return self.noisy(self.costs.step_s + self.costs.row_s * (sum(counts) + len(counts)))
 
     def _launch(self, step: Step, device_free: float) -> Step:
         works = step.rows
+        sampling = [work for work in works if work.samples]
         for work in works:
             work.request.num_in_flight += 1
-        seconds = self._seconds([work.num_drafts for work in works])
+        seconds = self._seconds(works)
         self.clock.now += self.costs.launch_s * (self._in_flight is not None)
         if self.costs.stall_s and self.clock.now % STALLS_EVERY_S < STALLS_FOR_S and self.draw.random() < 0.3:
             self.clock.now += self.costs.stall_s * self.draw.uniform(0.5, 1.6)
-        step.sampler_output = cast("SamplerOutput", SimpleNamespace(rows=works, first_tokens=()))
+        step.sampler_output = cast("SamplerOutput", SimpleNamespace(rows=sampling, first_tokens=()))
         step.is_beside = self._in_flight is not None
         begins = max(self.clock.now, device_free)
         self._in_flight_s = (begins + seconds, seconds, begins - device_free if step.is_beside else 0.0)
@@ -225,7 +240,9 @@ class World:
         self.clock.now = max(self.clock.now, lands)
         for work in step.rows:
             work.request.num_in_flight -= 1
-        works = [work for work in step.rows if work.request in self.scene.requests]  # without requests that have ended
+        # Without requests that have ended.
+        running = [work for work in step.rows if work.request in self.scene.requests]
+        works = [work for work in running if work.is_decoding]
         requests, offered = [work.request for work in works], [work.offered for work in works]
         counts = [work.num_drafts for work in works]
         sessions = self.drafting.sessions
@@ -233,16 +250,25 @@ class World:
         drafters = [None if stream is None else sessions[stream].pace.calibration for stream in streams]
         received = [0 if drafts is None else len(drafts.tokens) for drafts in offered]
         self.drafting.count_step(
-            has_prompts=False,
+            has_prompts=step.has_prompts or (self._in_flight is not None and self._in_flight.has_prompts),
             step_s=took_s,
             host_s=host_s,
             verified=Counter(zip(drafters, received, strict=True)),
-            num_rows=sum(counts) + len(counts),
+            num_rows=sum(len(work.tokens) for work in running),
+            prompt_rows=sum(len(work.tokens) for work in running if not work.is_decoding),
             landed=self.clock.now,
             is_beside=step.is_beside,
         )
         self._commit(requests, offered, counts)
+        self._commit_prompts([work for work in running if not work.is_decoding])
         self.scene.flush()
+
+    def _commit_prompts(self, rows: Sequence[ScheduledRows]) -> None:
+        for one in rows:
+            one.request.num_computed += len(one.tokens)
+            if one.samples:
+                one.request.tokens.append(9)
+                self.tokens += 1
 
     def _commit(
         self, requests: Sequence[Request], offered: Sequence[ReadyDrafts | None], counts: Sequence[int]
@@ -262,7 +288,7 @@ class World:
                     self.arrive()
 
 
-class _Places:
+class Places:
     """A fake scheduler in which all requests run and all prompts are computed."""
 
     may_admit = False
@@ -278,7 +304,11 @@ class _Places:
         choose: Callable[[Sequence[Request]], Mapping[Request, int]],
         **__: object,
     ) -> list[ScheduledRows]:
-        decoding = [one for one in self.running if (one in following or not one.is_in_flight) and is_ready(one)]
+        decoding = [
+            one
+            for one in self.running
+            if (one in following or (one.is_decoding and not one.is_in_flight)) and is_ready(one)
+        ]
         most = choose(decoding)
         return [self._rows(request, following.get(request), most.get(request, 0)) for request in decoding]
 

@@ -13,6 +13,7 @@ from covering import covering
 from drafting_scene import Clock, K, Scene
 from far_places import LEAST_MEAN, LEAST_RATIO, Case, ratios
 from paced_world import CONFIG, KNOWN_LOSS, Costs, World, adaptive, pace_of, use_rows_of_8b
+from wave_world import NUM_DRAFTS, GpuCosts, WaveWorld
 
 from draftwire.v1 import generate_pb2
 from verifier_service.drafters.stream import Disconnected
@@ -271,3 +272,12 @@ def test_a_link_that_narrows_is_not_filled_with_a_backlog(clock, monkeypatch, se
     bursts.run(3)
     costs.trip_s, costs.feature_row_s = 2.8e-3, 65.5e-6
     assert min(bursts.run() / bursts.rate_without for _ in range(4)) > 1.05
+
+
+@pytest.mark.parametrize(("sequences", "gain"), [(256, 0.97), (64, 1.3)])
+def test_only_drafts_that_lose_are_disabled_while_prompts_are_computed(clock, monkeypatch, sequences, gain):
+    """All requests come at once, so that the first steps all have prompts. At 256 requests drafts lose."""
+    without, drafted = (
+        WaveWorld(clock, monkeypatch, sequences, GpuCosts(), k).serve(2 * sequences) for k in (0, NUM_DRAFTS)
+    )
+    assert drafted > gain * without
