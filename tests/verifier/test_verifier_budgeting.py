@@ -12,7 +12,7 @@ from drafting_scene import make_request
 
 from draftwire_kernels import draft_rates, spread_rates
 from verifier_service.core.request import ReadyDrafts, Request
-from verifier_service.drafters.budgeting import LEARN_FROM, DraftBudget, Offers
+from verifier_service.drafters.budgeting import LEARN_FROM, DraftBudget
 from verifier_service.pacing import Calibration, Limit, Profile, VerificationBudget
 
 NAN = float("nan")
@@ -38,15 +38,15 @@ def test_drafts_of_requests_are_columns():
     requests = decoding(4)
     requests[0].drafts = ReadyDrafts(3, 1, [5, 6], confidences=[0.5, 0.25, 0.125])
     requests[2].drafts = ReadyDrafts(5, 3, [5, 6, 7])
-    offers = Offers.of(requests)
+    offers = budget_for(requests, [Calibration(3)] * 4).offers(requests, 4)
     assert offers.num_drafts.tolist() == [2, 0, 3, 0]
-    np.testing.assert_array_equal(offers.confidences, [[0.5, 0.25, NAN], [NAN] * 3, [NAN] * 3, [NAN] * 3])
+    np.testing.assert_array_equal(offers.confidences, [[0.5, 0.25, NAN, NAN], [NAN] * 4, [NAN] * 4, [NAN] * 4])
     more = offers.with_more(np.array([3, 3, 3, 3, 1]), np.array([0, 1, 2, 3, 0]), np.array([0.9, 0.8, 0.7, 0.6, 0.1]))
     assert more.num_drafts.tolist() == [2, 1, 3, 4]
     np.testing.assert_array_equal(more.confidences[1], [0.1, NAN, NAN, NAN])
     np.testing.assert_array_equal(more.confidences[3], [0.9, 0.8, 0.7, 0.6])
     assert offers.num_drafts.tolist() == [2, 0, 3, 0]
-    assert Offers.of([]).confidences.shape == (0, 0)
+    assert budget_for([], []).offers([]).confidences.shape == (0, 0)
 
 
 def test_requests_are_chosen_by_their_own_drafters_calibration():
@@ -55,10 +55,10 @@ def test_requests_are_chosen_by_their_own_drafters_calibration():
     for _ in range(300):
         unsure.count(np.full((16, 2), 0.9), np.full(16, 2), np.zeros(16, np.int64))
     budget = budget_for(requests[:2], [sure, unsure])
-    offers = Offers(requests, np.array([2, 2, 2]), np.full((3, 2), 0.9))
+    offers = budget.offers(requests, 2)._replace(num_drafts=np.array([2, 2, 2]), confidences=np.full((3, 2), 0.9))
     assert budget.choose(Limit(0.5, 10), offers).tolist() == [2, 0, 0]  # the last request has lost its drafter
     assert budget.choose(None, offers).tolist() == [2, 2, 2]
-    assert budget.choose(Limit(0.0, 3), Offers(requests, np.zeros(3, np.int64), np.zeros((3, 0)))).tolist() == [0, 0, 0]
+    assert budget.choose(Limit(0.0, 3), budget.offers(requests)).tolist() == [0, 0, 0]
 
 
 def test_synthetic_rates_are_the_confidences():
@@ -71,7 +71,8 @@ def test_synthetic_rates_are_the_confidences():
         draft_rates(rates, keys, lengths + offset, torch.full((8,), offset)).double() for offset in range(2)
     )
     expected = (first >= 0.7).long() * (1 + (first * second >= 0.7).long())
-    offers = Offers(requests, np.full(8, 2), np.full((8, 2), NAN))
+    owner, offset = np.repeat(np.arange(8), 2), np.tile(np.arange(2), 8)
+    offers = budget.offers(requests, 2).with_more(owner, offset, np.full(16, 0.5))
     assert budget.choose(Limit(0.7, 100), offers).tolist() == expected.tolist()
     assert 0 < expected.sum() < 16
 

@@ -131,7 +131,7 @@ def test_the_cause_is_described(case: str):
     play, cause = CASES[case]
     scene, one = play()
     scene.flush()
-    assert cause_name(scene.drafting.placement.fallback_cause(one)) == cause
+    assert [cause_name(found) for found in scene.drafting.placement.fallback_causes([one])] == [cause]
 
 
 def test_a_late_drafter_is_the_cause_for_all(clock: Clock):
@@ -140,7 +140,7 @@ def test_a_late_drafter_is_the_cause_for_all(clock: Clock):
     assert scene.drafting.wait_policy.is_ready(one)
     for request in (one, scene.decode()):
         scene.flush()
-        assert cause_name(scene.drafting.placement.fallback_cause(request)) == "late"
+        assert [cause_name(found) for found in scene.drafting.placement.fallback_causes([request])] == ["late"]
 
 
 def test_an_expelled_drafter_is_the_cause_until_another_takes():
@@ -148,7 +148,7 @@ def test_an_expelled_drafter_is_the_cause_until_another_takes():
     stream = scene.connect()
     scene.flush()
     scene.disconnect(stream)
-    assert scene.drafting.placement.fallback_cause(one) == generate_pb2.FALLBACK_CAUSE_NO_DRAFTER
+    assert scene.drafting.placement.fallback_causes([one]) == [generate_pb2.FALLBACK_CAUSE_NO_DRAFTER]
 
 
 def scrape(served: Served, drafters: list[generate_pb2.DrafterStatus] | None = None) -> dict[str, float]:

@@ -17,12 +17,12 @@ from draftwire.v1 import draft_pb2 as pb
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import ReadyDrafts, Request
 from verifier_service.drafters import session as draft_session
-from verifier_service.drafters.budgeting import Offers
+from verifier_service.drafters.budgeting import DraftBudget, Offers
 from verifier_service.drafters.session import AwaitedAnswer
 from verifier_service.drafters.stream import Answered
 from verifier_service.engine.prelaunch import Prelaunch
 from verifier_service.engine.step import Stage, Step
-from verifier_service.pacing import Limit
+from verifier_service.pacing import Limit, Profile, VerificationBudget
 
 
 class NoRunner:
@@ -84,9 +84,28 @@ def test_the_awaited_answer_brings_all_drafts():
     assert not scene.drafting.wait_policy.all_wait(requests)
 
 
-def all_drafts(limit: Limit | None, offers: Offers) -> np.ndarray:
-    assert limit is None
-    return offers.num_drafts
+class AllDrafts(DraftBudget):
+    """A budget without limits, of requests without drafters."""
+
+    def __init__(self) -> None:
+        super().__init__({}, VerificationBudget(Profile(), is_adaptive=False))
+        self.asked: list[tuple[Limit | None, Offers]] = []
+
+    def choose(self, limit: Limit | None, offers: Offers) -> np.ndarray:
+        self.asked.append((limit, offers))
+        return super().choose(None, offers)
+
+
+class FixedChoice(AllDrafts):
+    """A budget that always makes one choice."""
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self._counts = np.array(counts)
+
+    def choose(self, limit: Limit | None, offers: Offers) -> np.ndarray:
+        super().choose(limit, offers)
+        return self._counts
 
 
 def awaited_rows(request: Request, num_drafts: int) -> ScheduledRows:
@@ -122,7 +141,7 @@ def test_drafts_go_where_their_requests_are_in_the_step(order):
     drafts = [[11, 12, 13], [14], [15, 16]]
     runner: Any = NoRunner()
     step = Step([*map(awaited_rows, requests, [3, 1, 2, 3])])
-    waiting = Prelaunch(runner, VOCAB, all_drafts)
+    waiting = Prelaunch(runner, VOCAB, AllDrafts())
     waiting.launch(step)
     awaited, answer = answer_with(NoConfidences(), [drafts[i] for i in order])
     assert waiting.read_answer(answer) is None
@@ -142,15 +161,10 @@ def test_a_limited_pass_has_the_chosen_rows_alone(head_confidences):
     """The chosen rows are written when the drafts have arrived; the plan uses the same choice."""
     requests = decoding_requests(3)
     requests[2].drafts = ReadyDrafts(16, 3, [8, 9], confidences=[0.7, 0.6])  # arrived earlier
-    limit, asked = Limit(0.25, 4), []
-
-    def choose(given: Limit | None, offers: Offers) -> np.ndarray:
-        asked.append((given, offers.requests, offers.num_drafts.tolist(), offers.confidences.round(2).tolist()))
-        return np.array([1, 2, 0])
-
+    limit, budget = Limit(0.25, 4), FixedChoice([1, 2, 0])
     runner: Any = NoRunner()
     step = Step([*map(awaited_rows, requests, [3, 3, 2])], limit=limit)
-    waiting = Prelaunch(runner, VOCAB, choose)
+    waiting = Prelaunch(runner, VOCAB, budget)
     waiting.launch(step)
     assert runner.most_rows == 3 + 4
     awaited, answer = answer_with(NoConfidences(), [[11, 12, 13], [14, 15, 16]])
@@ -160,9 +174,10 @@ def test_a_limited_pass_has_the_chosen_rows_alone(head_confidences):
     confidences = None if head_confidences is None else np.array(head_confidences, np.float32)
     waiting.release(found._replace(confidences=confidences))
     first_two = [[None] * 3] * 2 if head_confidences is None else [head_confidences[:3], head_confidences[3:]]
-    given = [[None if np.isnan(one) else one for one in own] for own in asked[0][3]]
+    (asked,) = budget.asked
+    given = [[None if np.isnan(one) else one for one in own] for own in asked[1].confidences.round(2)]
     assert given == [*first_two, [0.7, 0.6, None]]
-    assert asked[0][:3] == (limit, requests, [3, 3, 2])
+    assert (asked[0], asked[1].requests, asked[1].num_drafts.tolist()) == (limit, requests, [3, 3, 2])
     assert (runner.released, runner.counts) == ([[1, 11, 2, 14, 15, 3]], [2, 3, 1])
     assert step.chosen == {requests[0]: 1, requests[1]: 2, requests[2]: 0}
     assert waiting.pending is step
@@ -175,7 +190,7 @@ def test_a_limited_pass_is_confirmed_where_the_rows_fit(num_drafts, begins):
         request.tokens.append(1)
         request.blocks, request.num_computed = [4, 5], 16
     runner: Any = NoRunner()
-    waiting = Prelaunch(runner, VOCAB, all_drafts)
+    waiting = Prelaunch(runner, VOCAB, AllDrafts())
     waiting.launch(Step([*map(awaited_rows, requests, [3, 3])], limit=Limit(0.0, 4)))
     rows = [
         ScheduledRows(one, 16, [1, *[7] * count], ReadyDrafts(17, 1, [7] * count), samples=True)
@@ -209,7 +224,7 @@ def test_a_step_is_confirmed_for_the_same_requests_and_blocks():
         request.tokens.append(1)
         request.blocks, request.num_computed = [4, 5], 16  # blocks of 16 rows
         runner: Any = NoRunner()
-        step, waiting = Step([awaited_rows(request, num_drafts)]), Prelaunch(runner, VOCAB, all_drafts)
+        step, waiting = Step([awaited_rows(request, num_drafts)]), Prelaunch(runner, VOCAB, AllDrafts())
         waiting.launch(step)
         if change is not None:
             change(request)

@@ -19,22 +19,21 @@ LEARN_FROM = 32
 
 
 class Offers(NamedTuple):
-    """Drafts that were received for a step, as columns: the choice must not delay the step.
+    """Drafts that were received for a step, as columns: the choice among them must not delay the step.
 
     Attributes:
         requests: S requests, with or without drafts.
+        calibrations: Those of the requests' drafters; None without a drafter.
         num_drafts: [S] int64; 0 without drafts.
-        confidences: [S, k] float64, k >= max(num_drafts); NaN for missing drafts and for drafts without a confidence.
+        confidences: [S, k] float64, k at least the most drafts; NaN for drafts without a confidence.
+        is_synthetic: Whether the confidences are the rates of synthetic acceptance, known before the drafts.
     """
 
     requests: Sequence[Request]
+    calibrations: Sequence[Calibration | None]
     num_drafts: np.ndarray
     confidences: np.ndarray
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> Offers:
-        """Return the drafts that the requests have."""
-        return cls(requests, *_columns([request.drafts for request in requests]))
+    is_synthetic: bool = False
 
     def with_more(self, owner: np.ndarray, offset: np.ndarray, confidences: np.ndarray | None) -> Offers:
         """Return these and D more drafts.
@@ -44,12 +43,11 @@ class Offers(NamedTuple):
             offset: [D] int64, offsets of the drafts in their steps, ascending without gaps for each request.
             confidences: [D], or None.
         """
-        width = max(self.confidences.shape[1], int(offset.max(initial=-1)) + 1)
-        columns = np.full((len(self.requests), width), np.nan)
-        columns[:, : self.confidences.shape[1]] = self.confidences
-        if confidences is not None:
+        columns = self.confidences.copy()
+        if confidences is not None and not self.is_synthetic:
             columns[owner, offset] = confidences
-        return Offers(self.requests, self.num_drafts + np.bincount(owner, minlength=len(self.requests)), columns)
+        num_drafts = self.num_drafts + np.bincount(owner, minlength=len(self.requests))
+        return self._replace(num_drafts=num_drafts, confidences=columns)
 
 
 class _Result(NamedTuple):
@@ -90,23 +88,28 @@ class DraftBudget:
         """Return the limit of a step whose sequences may have `num_drafts` drafts each; None to verify all."""
         return self.budget.limit(len(num_drafts), sum(count > 0 for count in num_drafts), sum(num_drafts))
 
+    def offers(self, requests: Sequence[Request], num_drafts: int = 0) -> Offers:
+        """Return the drafts that the requests have, with columns for at least `num_drafts`."""
+        bindings = map(self._bindings.get, requests)
+        calibrations = [None if binding is None else binding.session.pace.calibration for binding in bindings]
+        counts, confidences = _columns([request.drafts for request in requests], num_drafts)
+        if self._rates is None:
+            return Offers(requests, calibrations, counts, confidences)
+        lengths = [len(request.tokens) for request in requests]
+        rates = _synthetic(self._rates, requests, lengths, confidences.shape[1])
+        return Offers(requests, calibrations, counts, rates, is_synthetic=True)
+
     def choose(self, limit: Limit | None, offers: Offers) -> np.ndarray:
         """Return the number of drafts to verify of each request, int64 [S]; `pacing.budget` explains why this is
         exact."""
-        num_drafts = offers.num_drafts
+        num_drafts, calibrations = offers.num_drafts, offers.calibrations
         if limit is None or not num_drafts.any():
             return num_drafts
-        bindings = map(self._bindings.get, offers.requests)
-        calibrations = [None if binding is None else binding.session.pace.calibration for binding in bindings]
-        confidences = offers.confidences
-        if self._rates is not None:
-            lengths = [len(request.tokens) for request in offers.requests]
-            confidences = _synthetic(self._rates, offers.requests, lengths, confidences.shape[1])
-        survival = np.zeros(confidences.shape)
+        survival = np.zeros(offers.confidences.shape)
         for calibration in dict.fromkeys(calibrations):
             if calibration is not None:  # else the drafter has disconnected
                 own = [place for place, other in enumerate(calibrations) if other is calibration]
-                survival[own] = _survival(calibration, num_drafts[own], confidences[own])
+                survival[own] = _survival(calibration, num_drafts[own], offers.confidences[own])
         return chosen(survival, limit)
 
     def count(self, request: Request, drafts: ReadyDrafts, num_verified: int, num_accepted: int) -> None:
@@ -132,7 +135,7 @@ class DraftBudget:
             self._learn_of(calibration, address, results)
 
     def _learn_of(self, calibration: Calibration, address: str, results: Sequence[_Result]) -> None:
-        num_drafts, confidences = _columns([result.drafts for result in results])
+        num_drafts, confidences = _columns([result.drafts for result in results], 0)
         if self._rates is not None:
             lengths = [result.drafts.committed_length for result in results]
             requests = [result.request for result in results]
@@ -148,10 +151,10 @@ class DraftBudget:
         self.expected[address] = self.expected.get(address, 0.0) + float(brought.sum())
 
 
-def _columns(drafts: Sequence[ReadyDrafts | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of drafts and the confidences, as in `Offers`."""
+def _columns(drafts: Sequence[ReadyDrafts | None], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of drafts and at least `width` columns of confidences, as in `Offers`."""
     num_drafts = np.array([0 if own is None else len(own.tokens) for own in drafts], np.int64)
-    confidences = np.full((len(drafts), int(num_drafts.max(initial=0))), np.nan)
+    confidences = np.full((len(drafts), int(num_drafts.max(initial=width))), np.nan)
     sure = [(row, own.confidences) for row, own in enumerate(drafts) if own is not None and own.confidences is not None]
     if sure:
         counts = np.zeros(len(drafts), np.int64)

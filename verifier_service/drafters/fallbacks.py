@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from draftwire.v1 import generate_pb2 as pb
-from verifier_service.core.request import Request
 from verifier_service.drafters.session import Binding, DraftSession
 
 Cause = pb.FallbackCause
@@ -32,12 +31,12 @@ def bound_cause(binding: Binding) -> Cause:
     return pb.FALLBACK_CAUSE_PACE if binding.sequence_id else pb.FALLBACK_CAUSE_NO_FEATURES
 
 
-def unbound_cause(request: Request, sessions: Collection[DraftSession]) -> Cause:
-    """Return why a request has no place at any connected drafter."""
+def unbound_cause(num_rows: int, sessions: Collection[DraftSession]) -> Cause:
+    """Return why a request with `num_rows` feature rows has no place at any connected drafter."""
     staying = [session for session in sessions if not session.is_draining]
     if not staying:
         return pb.FALLBACK_CAUSE_NO_DRAFTER
-    fitting = [session for session in staying if request.num_feature_rows <= session.stream.head.max_model_len]
+    fitting = [session for session in staying if num_rows <= session.stream.head.max_model_len]
     if not fitting:
         return pb.FALLBACK_CAUSE_TOO_LONG
     if all(session.is_late or session.breaker.is_open for session in fitting):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from draftwire.v1 import generate_pb2
+from verifier_service.core.batch import ScheduledRows
 from verifier_service.core.request import Request
 from verifier_service.drafters.breaker import Circuit
 from verifier_service.drafters.fallbacks import Cause, bound_cause, unbound_cause
@@ -76,8 +77,23 @@ class Placement:
             return True
         return not self._takers(request, time.monotonic())
 
-    def fallback_cause(self, request: Request) -> Cause:
-        """Return why a decoding request has no drafts in the step that was just scheduled."""
+    def note_causes(self, rows: Iterable[ScheduledRows]) -> None:
+        """Record in decoding requests' rows without drafts why they have none, unless it is recorded."""
+        bare = [row for row in rows if row.is_decoding and row.num_drafts == 0 and row.cause is None]
+        for row, cause in zip(bare, self.fallback_causes([row.request for row in bare]), strict=True):
+            row.cause = cause
+
+    def fallback_causes(self, requests: Sequence[Request]) -> list[Cause]:
+        """Return why decoding requests have no drafts in the step that was just scheduled."""
+        if not requests:
+            return []
+        # Most requests fit every drafter, and have one cause.
+        fitting_rows = min((session.stream.head.max_model_len for session in self.sessions.values()), default=0)
+        fitting_cause = unbound_cause(fitting_rows, self.sessions.values())
+        return [self._fallback_cause(request, fitting_rows, fitting_cause) for request in requests]
+
+    def _fallback_cause(self, request: Request, fitting_rows: int, fitting_cause: Cause) -> Cause:
+        """`fitting_cause` is that of requests with at most `fitting_rows` feature rows and without a place."""
         if request.num_speculative_tokens == 0:
             return generate_pb2.FALLBACK_CAUSE_NOT_ASKED
         if request.num_drafts_wanted == 0:
@@ -86,10 +102,12 @@ class Placement:
             return bound_cause(self.bindings[request])
         if request in self._expelled:
             return generate_pb2.FALLBACK_CAUSE_EXPELLED
-        now = time.monotonic()
-        if any(self._is_rejected(request, session, now) for session in self.sessions.values()):
-            return generate_pb2.FALLBACK_CAUSE_NOT_TAKEN
-        return unbound_cause(request, self.sessions.values())
+        if request in self._reopen:
+            now = time.monotonic()
+            if any(self._is_rejected(request, session, now) for session in self.sessions.values()):
+                return generate_pb2.FALLBACK_CAUSE_NOT_TAKEN
+        num_rows = request.num_feature_rows
+        return fitting_cause if num_rows <= fitting_rows else unbound_cause(num_rows, self.sessions.values())
 
     def place(self, requests: Sequence[Request], stores: Mapping[FeatureKind, FeatureStore], now: float) -> None:
         """Give places to requests with drafts that have no drafter."""

@@ -55,7 +55,7 @@ class Executor:
         self._device = runner.device
         self._cache = runner.cache
         self._run_forward = run_forward
-        self._prelaunch = Prelaunch(runner, vocab_size, drafting.budget.choose)
+        self._prelaunch = Prelaunch(runner, vocab_size, drafting.budget)
         self._sampler = sampler
         self._stores = stores
         self._drafting = drafting
@@ -119,10 +119,9 @@ class Executor:
         sampled = record_event(self._device) if output is None else output.copied
         self._times.enter(Phase.HOST)
         for row in step.rows:
-            if row.is_decoding and row.num_drafts == 0 and row.follows is None and row.cause is None:
-                # Now, because answers may arrive while the step is in flight.
-                row.cause = self._drafting.placement.fallback_cause(row.request)
             row.request.num_in_flight += 1
+        # Now, because answers may arrive while the step is in flight.
+        self._drafting.placement.note_causes([row for row in step.rows if row.follows is None])
         if forward.began is not None and computed is not None and sampled is not None:
             step.marks = StepMarks(forward.began, computed, sampled)
         if output is not None and output.packed is not None:

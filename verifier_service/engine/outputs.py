@@ -74,6 +74,7 @@ class RequestOutputs:
 
     def commit(self, step: Step) -> None:
         """Append the sampled tokens of a step; rejected drafts are rolled back by length."""
+        self._drafting.placement.note_causes(step.rows)
         for row in step.rows:
             row.request.is_announced = False
             if not row.is_current:
@@ -93,8 +94,8 @@ class RequestOutputs:
         row.sampled_at = now
         if row.is_decoding:
             if row.num_drafts == 0 and tokens:
-                cause = self._drafting.placement.fallback_cause(request) if row.cause is None else row.cause
-                self._metrics.count_fallback(cause)
+                assert row.cause is not None
+                self._metrics.count_fallback(row.cause)
             request.num_computed = row.start + len(tokens)
         else:
             request.num_computed = row.start + len(row.tokens)

@@ -7,7 +7,6 @@ from functools import partial
 
 from verifier_service.core.batch import UNKNOWN_TOKEN, ScheduledRows
 from verifier_service.core.request import Request
-from verifier_service.drafters.budgeting import Offers
 from verifier_service.drafters.drafting import Drafting
 from verifier_service.engine.scheduler import Scheduler
 from verifier_service.engine.step import Step, StepObserver
@@ -82,7 +81,8 @@ class Planner:
             return {}
         if prelaunched is not None and prelaunched.chosen is not None:
             return prelaunched.chosen
-        budget, offers = self._drafting.budget, Offers.of(decoding)
+        budget = self._drafting.budget
+        offers = budget.offers(decoding)
         limit = budget.limit(offers.num_drafts.tolist()) if prelaunched is None else prelaunched.limit
         return dict(zip(decoding, budget.choose(limit, offers).tolist(), strict=True))
 

@@ -11,15 +11,12 @@ import numpy as np
 from draftwire.model.kv_cache import BLOCK_SIZE, SequenceRows
 from verifier_service.core.batch import ForwardInput, ScheduledRows
 from verifier_service.core.request import Request
-from verifier_service.drafters.budgeting import Offers
+from verifier_service.drafters.budgeting import DraftBudget, Offers
 from verifier_service.drafters.session import AwaitedAnswer, UncheckedDrafts
 from verifier_service.drafters.stream import Answered
 from verifier_service.engine.step import Stage, Step
-from verifier_service.pacing import Limit
 from verifier_service.target.runner import TargetRunner
 
-# Returns the number of verified drafts of each request, int64 [S], under a limit; None verifies all.
-Choose = Callable[[Limit | None, Offers], np.ndarray]
 # Seconds after which a prelaunched forward pass is abandoned, so that new requests are computed.
 PATIENCE_S = 0.05
 
@@ -34,11 +31,10 @@ class Prelaunch:
     is released.
     """
 
-    def __init__(self, runner: TargetRunner, vocab_size: int, choose: Choose) -> None:
-        """`choose` returns the number of verified drafts of each request under a limit."""
+    def __init__(self, runner: TargetRunner, vocab_size: int, budget: DraftBudget) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
-        self._choose = choose
+        self._budget = budget
         self._step: Step | None = None
         self._deadline = 0.0  # monotonic time
         self._launched: dict[Request, _Place] = {}  # rows of the last prelaunched step, one for each possible draft
@@ -109,7 +105,8 @@ class Prelaunch:
         owner = np.repeat(np.array([order[request] for request in awaited.requests], np.int64), counts)
         offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         firsts = np.array([place.first for place in places.values()], np.int64)
-        self._template = _Template(token_ids, firsts[owner] + 1 + offset, Offers.of(list(places)), (owner, offset))
+        offers = self._budget.offers(list(places), max(awaited.num_drafts, default=0))
+        self._template = _Template(token_ids, firsts[owner] + 1 + offset, offers, (owner, offset))
 
     @property
     def _can_be_filled(self) -> bool:
@@ -151,7 +148,7 @@ class Prelaunch:
         step = self._step
         assert step is not None
         most = np.array([place.num_rows for place in self._places.values()], np.int64)
-        chosen = self._choose(step.limit, offers)
+        chosen = self._budget.choose(step.limit, offers)
         counts = np.minimum(1 + chosen, most)
         # Index of each possible row within its request.
         offsets = np.arange(len(token_ids)) - np.repeat(most.cumsum() - most, most)
@@ -187,7 +184,7 @@ class Prelaunch:
         if self._step.limit is None:
             self._release(token_ids)
         else:
-            self._release_chosen(token_ids, Offers.of(list(self._places)))
+            self._release_chosen(token_ids, self._budget.offers(list(self._places)))
 
     def _release_with(self, tokens: Mapping[Request, list[int]]) -> None:
         """Release the step with the tokens of each request, cut or padded to the number of its rows."""
