@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from draftwire_bench.environment import describe
 from draftwire_bench.gpu_time import DEVICE, copy_bandwidth, product_rate, replay_time
 from draftwire_bench.output import json_option, write_json
-from draftwire_kernels import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows, paged_attention
+from draftwire_kernels import BLOCK_SIZE, BatchBuffers, SequenceRows, paged_attention
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -101,13 +101,13 @@ class Layers:
             for own, context in zip(order, case.contexts, strict=True)
         ]
         self.buffers = BatchBuffers(new, case.batch, LONGEST // BLOCK_SIZE, torch.device(DEVICE))
-        self.host_batch = RaggedBatch(sequences, torch.device("cpu"))
+        self.sequences = sequences
         self.bound(LONGEST)
 
     def bound(self, max_length: int) -> None:
         """Set the longest sequence that `attend` is captured for."""
         case = self.case
-        self.batch = self.buffers.load(self.host_batch, case.batch * case.rows, case.batch, max_length=max_length)
+        self.batch = self.buffers.load(self.sequences, case.batch * case.rows, case.batch, max_length=max_length)
 
     def attend(self, copy: int) -> Tensor:
         keys, values = self.keys[copy], self.values[copy]

@@ -62,8 +62,8 @@ class RowFeed:
         if self._buffers is None:
             batch = RaggedBatch(sequences, self._device)
         else:
-            own, num_rows = RaggedBatch(sequences, _CPU), len(states)
-            batch = self._buffers.load(own, num_rows, self._max_num_seqs, max_rows=num_rows)
+            num_rows = len(states)
+            batch = self._buffers.load(sequences, num_rows, self._max_num_seqs, max_rows=num_rows)
         given_tokens, given_positions = upload(arrays, self._device)
         self._head.enter(Rows(given_tokens, given_positions, batch), states, self._cache)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,58 @@ class SequenceRows:
     blocks: Sequence[int]
     start: int
     count: int
+
+
+class _SequenceRows(NamedTuple):
+    """The rows of sequences as arrays."""
+
+    counts: np.ndarray  # int64 [B], rows of each sequence
+    lengths: np.ndarray  # int64 [B], of the sequences, including these rows
+    widths: np.ndarray  # int64 [B], given blocks
+    blocks: np.ndarray  # int32 [sum of widths], the blocks of all sequences
+    num_rows: int
+    width: int  # most blocks of a sequence
+    max_rows: int
+    max_length: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRows]) -> _SequenceRows:
+        """Return the rows of sequences.
+
+        Raises
+        ------
+        ValueError
+            If a sequence has fewer blocks than its rows need.
+        """
+        numbers = [(one.count, one.start, len(one.blocks)) for one in sequences]
+        counts, starts, widths = np.array(numbers, np.int64).reshape(-1, 3).T
+        lengths = starts + counts
+        lacking = np.flatnonzero(widths * BLOCK_SIZE < lengths)
+        if len(lacking):
+            index = int(lacking[0])
+            raise ValueError(
+                f"sequences[{index}].blocks: got {widths[index]} blocks, expected at least "
+                f"{-(-lengths[index] // BLOCK_SIZE)} for {lengths[index]} rows"
+            )
+        num_blocks = int(widths.sum())
+        blocks = np.fromiter(chain.from_iterable(one.blocks for one in sequences), np.int32, num_blocks)
+        most = [int(column.max(initial=0)) for column in (widths, counts, lengths)]
+        return cls(counts, lengths, widths, blocks, int(counts.sum()), *most)
+
+    @property
+    def num_sequences(self) -> int:
+        """Return B."""
+        return len(self.counts)
+
+    def fill(self, slot_mapping: np.ndarray, cu_rows: np.ndarray, lengths: np.ndarray, tables: np.ndarray) -> None:
+        """Write the tensors of a `RaggedBatch`; the first three may have room for padding."""
+        tables[:] = 0
+        tables[np.arange(tables.shape[1]) < self.widths[:, None]] = self.blocks
+        ends = self.counts.cumsum()
+        cu_rows[0] = 0
+        cu_rows[1 : len(ends) + 1] = ends
+        lengths[: len(ends)] = self.lengths
+        slot_mapping[: self.num_rows] = _slots(tables, self.lengths - self.counts, self.counts)
 
 
 class _Views(NamedTuple):
@@ -71,24 +124,14 @@ class RaggedBatch:
         ValueError
             If a sequence has fewer blocks than its rows need.
         """
-        counts = np.array([sequence.count for sequence in sequences], np.int64)
-        lengths = np.array([sequence.start for sequence in sequences], np.int64) + counts
-        width = max((len(sequence.blocks) for sequence in sequences), default=0)
-        sizes = (int(counts.sum()), len(sequences), max(width, 1))
+        rows = _SequenceRows.of(sequences)
+        sizes = (rows.num_rows, rows.num_sequences, max(rows.width, 1))
         host = _buffer(_packed_bytes(*sizes), device)
         views = _views(host, *sizes)
-        tables = views.block_tables.numpy()
-        _fill_tables(tables, sequences, lengths)
-        first_rows = np.concatenate([[0], counts.cumsum()])
-        views.cu_rows.numpy()[:] = first_rows
-        views.lengths.numpy()[:] = lengths
-        # Position of a row: its index in the batch, minus the index of its sequence's first row, plus the start.
-        positions = np.arange(sizes[0]) + np.repeat(lengths - first_rows[1:], counts)
-        blocks = tables[np.repeat(np.arange(sizes[1]), counts), positions // BLOCK_SIZE]
-        views.slot_mapping.numpy()[:] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        rows.fill(*(view.numpy() for view in views))
         self._host: _Views | None = views
         on_device = _views(host.to(device, non_blocking=True), *sizes)
-        self._set(on_device, int(counts.max(initial=0)), int(lengths.max(initial=0)))
+        self._set(on_device, rows.max_rows, rows.max_length)
 
     @classmethod
     def from_tensors(
@@ -158,27 +201,28 @@ class BatchBuffers:
         self._device = device
         self._sizes = (max_rows_total, max_sequences, max_blocks_per_sequence)
         self._packed = torch.zeros(_packed_bytes(*self._sizes), dtype=torch.uint8, device=device)
+        self._vectors = _views(self._packed, *self._sizes)[:3]
         # A step's tables are copied packed to their own width after the other tensors, and spread on the device.
         self._block_tables = torch.zeros(max_sequences, max_blocks_per_sequence, dtype=torch.int32, device=device)
 
     def load(
         self,
-        batch: RaggedBatch,
+        sequences: Sequence[SequenceRows],
         num_rows_padded: int,
         num_sequences_padded: int,
         *,
         max_rows: int | None = None,
         max_length: int | None = None,
     ) -> RaggedBatch:
-        """Fill the buffers with `batch` and padding, in one copy from the host, on the current stream.
+        """Fill the buffers with the rows of sequences and padding, in one copy from the host, on the current stream.
 
         Padded rows are written to block 0 and belong to no sequence; padded sequences have no rows, length 0 and any
         blocks.
 
         Parameters
         ----------
-        batch
-            A batch of sequences; on the CPU, so that its tensors are not copied to the device twice.
+        sequences
+            The sequences of the batch.
         num_rows_padded, num_sequences_padded
             T and B of the result.
         max_rows
@@ -197,39 +241,47 @@ class BatchBuffers:
         Raises
         ------
         ValueError
-            If the batch is larger than the padded numbers, the bounds or the buffers.
+            If the batch is larger than the padded numbers, the bounds or the buffers, or a sequence has fewer blocks
+            than its rows need.
         """
         if max_rows is None:
             max_rows = -(-num_rows_padded // max(num_sequences_padded, 1))
         if max_length is None:
             max_length = self._sizes[2] * BLOCK_SIZE
-        self._check(batch, num_rows_padded, num_sequences_padded, max_rows, max_length)
-        stage = self.stage(batch)
-        return stage.send(num_rows_padded, num_sequences_padded, max_rows=max_rows, max_length=max_length)
+        rows = _SequenceRows.of(sequences)
+        self._check(rows, num_rows_padded, num_sequences_padded, max_rows, max_length)
+        return self._stage(rows).send(num_rows_padded, num_sequences_padded, max_rows=max_rows, max_length=max_length)
 
-    def stage(self, batch: RaggedBatch) -> BatchStage:
-        """Return the batch in host memory, ready to be copied to the buffers."""
+    def stage(self, sequences: Sequence[SequenceRows]) -> BatchStage:
+        """Return the rows of sequences in host memory, ready to be copied to the buffers."""
+        return self._stage(_SequenceRows.of(sequences))
+
+    def _stage(self, rows: _SequenceRows) -> BatchStage:
         total, sequences, columns = self._sizes
-        count, width = batch.block_tables.shape
+        count, width = rows.num_sequences, max(rows.width, 1)
         for name, value, most in (("num_sequences", count, sequences), ("width", width, columns)):
             if value > most:
                 raise ValueError(f"{name}: got {value}, expected 0 to {most}")
-        host = _buffer(_packed_bytes(total, sequences, 0) + count * width * 4, self._device)
-        return BatchStage(host, batch, self._packed, self._block_tables, self._sizes)
+        begin = _packed_bytes(total, sequences, 0)
+        host = _buffer(begin + count * width * 4, self._device)
+        tables = self._packed[begin : len(host)].view(torch.int32).view(count, width)
+        return BatchStage(host, rows, self._packed, _Views(*self._vectors, tables), self._block_tables)
 
-    def _check(self, batch: RaggedBatch, num_rows: int, num_sequences: int, max_rows: int, max_length: int) -> None:
+    def _check(
+        self, rows: _SequenceRows, num_rows: int, num_sequences: int, max_rows: int, max_length: int
+    ) -> None:
         total, sequences, columns = self._sizes
         for name, value, least, most in (
-            ("num_rows_padded", num_rows, batch.num_rows, total),
-            ("num_sequences_padded", num_sequences, batch.num_sequences, sequences),
-            ("max_rows", max_rows, max(batch.max_rows, 1), num_rows),
-            ("max_length", max_length, max(batch.max_length, 1), columns * BLOCK_SIZE),
+            ("num_rows_padded", num_rows, rows.num_rows, total),
+            ("num_sequences_padded", num_sequences, rows.num_sequences, sequences),
+            ("max_rows", max_rows, max(rows.max_rows, 1), num_rows),
+            ("max_length", max_length, max(rows.max_length, 1), columns * BLOCK_SIZE),
         ):
             if not least <= value <= most:
                 raise ValueError(f"{name}: got {value}, expected {least} (what the batch has) to {most}")
-        if batch.block_tables.shape[1] > columns:
+        if rows.width > columns:
             raise ValueError(
-                f"batch: got a sequence of {batch.block_tables.shape[1]} blocks, expected at most {columns}, "
+                f"sequences: got a sequence of {rows.width} blocks, expected at most {columns}, "
                 "the buffers' max_blocks_per_sequence"
             )
 
@@ -240,29 +292,38 @@ class BatchStage:
     def __init__(
         self,
         host: torch.Tensor,
-        batch: RaggedBatch,
+        rows: _SequenceRows,
         packed: torch.Tensor,
+        on_device: _Views,
         block_tables: torch.Tensor,
-        sizes: tuple[int, int, int],
     ) -> None:
-        """Fill `host`, the memory to copy; `packed` and `block_tables` are the buffers of `sizes`."""
-        total, sequences, _ = sizes
-        rows, (count, width) = batch.num_rows, batch.block_tables.shape
+        """Fill `host`, the memory to copy to `packed`, of which `on_device` are the parts; `block_tables` are those of
+        the buffers."""
         self._host = host
-        self._static = _views(packed[: host.numel()], total, sequences, width, count)
+        self._on_device = on_device
         self._packed = packed
         self._block_tables = block_tables
-        self._tables_shape = (count, width)
-        own = batch.host
-        self._views = [view.numpy() for view in _views(host, total, sequences, width, count)]
-        slot_mapping, cu_rows, lengths, tables = self._views
-        slot_mapping[:rows] = own.slot_mapping.numpy()
-        slot_mapping[rows:] = np.arange(len(slot_mapping) - rows) % BLOCK_SIZE
-        cu_rows[: count + 1] = own.cu_rows.numpy()
-        cu_rows[count + 1 :] = rows
-        lengths[:count] = own.lengths.numpy()
+        self._views, begin = [], 0
+        flat: np.ndarray = host.numpy()
+        for part, dtype in zip(on_device, (np.int64, np.int32, np.int32, np.int32), strict=True):
+            num_bytes = part.numel() * part.itemsize
+            self._views.append(flat[begin : begin + num_bytes].view(dtype).reshape(part.shape))
+            begin += _aligned(num_bytes)
+        rows.fill(*self._views)
+        self._num_rows = rows.num_rows
+        self._pad(rows.num_sequences)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Return the slots of the rows, int64 [T]: a view that `set_rows` changes."""
+        slots: np.ndarray = self._views[0][: self._num_rows]
+        return slots
+
+    def _pad(self, count: int) -> None:
+        slot_mapping, cu_rows, lengths, _ = self._views
+        slot_mapping[self._num_rows :] = np.arange(len(slot_mapping) - self._num_rows) % BLOCK_SIZE
+        cu_rows[count + 1 :] = self._num_rows
         lengths[count:] = 0
-        tables[:] = own.block_tables.numpy()
 
     def set_rows(self, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Change the rows of the sequences before the copy; their blocks are unchanged.
@@ -278,43 +339,36 @@ class BatchStage:
             int64 [T], the slots of the rows.
         """
         slot_mapping, cu_rows, lengths, tables = self._views
-        count, sums = len(counts), counts.cumsum()
-        rows = int(sums[-1])
-        positions = np.arange(rows) + np.repeat(starts + counts - sums, counts)
-        blocks = tables[np.repeat(np.arange(count), counts), positions // BLOCK_SIZE]
-        slot_mapping[:rows] = blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        slot_mapping[rows:] = np.arange(len(slot_mapping) - rows) % BLOCK_SIZE
-        cu_rows[1 : count + 1] = sums
-        cu_rows[count + 1 :] = rows
+        count, ends = len(counts), counts.cumsum()
+        self._num_rows = int(ends[-1])
+        slots = slot_mapping[: self._num_rows] = _slots(tables, starts, counts)
+        cu_rows[1 : count + 1] = ends
         lengths[:count] = starts + counts
-        return slot_mapping[:rows].copy()
+        self._pad(count)
+        return slots
 
     def send(self, num_rows: int, num_sequences: int, *, max_rows: int, max_length: int) -> RaggedBatch:
         """Copy the batch to the buffers on the current stream; return views of the padded rows and sequences."""
-        static, (count, width) = self._static, self._tables_shape
+        parts = self._on_device
+        count, width = parts.block_tables.shape
         self._packed[: self._host.numel()].copy_(self._host, non_blocking=True)
-        self._block_tables[:count, :width].copy_(static.block_tables)
+        self._block_tables[:count, :width].copy_(parts.block_tables)
         return RaggedBatch.from_tensors(
-            static.slot_mapping[:num_rows],
-            static.cu_rows[: num_sequences + 1],
-            static.lengths[:num_sequences],
+            parts.slot_mapping[:num_rows],
+            parts.cu_rows[: num_sequences + 1],
+            parts.lengths[:num_sequences],
             self._block_tables[:num_sequences],
             max_rows=max_rows,
             max_length=max_length,
         )
 
 
-def _fill_tables(tables: np.ndarray, sequences: Sequence[SequenceRows], lengths: np.ndarray) -> None:
-    tables[:] = 0
-    needed = -(-lengths // BLOCK_SIZE)
-    for index, (row, sequence) in enumerate(zip(tables, sequences, strict=True)):
-        given = len(sequence.blocks)
-        if given < needed[index]:
-            raise ValueError(
-                f"sequences[{index}].blocks: got {given} blocks, expected at least {needed[index]} for "
-                f"{lengths[index]} rows"
-            )
-        row[:given] = sequence.blocks
+def _slots(tables: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the slots, int64 [T], of rows starts[b] .. starts[b] + counts[b] - 1 of sequences with these blocks."""
+    ends = counts.cumsum()
+    positions = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts + counts - ends, counts)
+    blocks = tables[np.repeat(np.arange(len(counts)), counts), positions // BLOCK_SIZE]
+    return blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 def _aligned(num_bytes: int) -> int:
@@ -326,18 +380,15 @@ def _packed_bytes(num_rows: int, num_sequences: int, width: int) -> int:
     return vectors + num_sequences * width * 4
 
 
-def _views(
-    buffer: torch.Tensor, num_rows: int, num_sequences: int, width: int, num_tables: int | None = None
-) -> _Views:
-    """Return the parts of a packed buffer: the vectors, then `num_tables` block tables, by default one per sequence."""
+def _views(buffer: torch.Tensor, num_rows: int, num_sequences: int, width: int) -> _Views:
+    """Return the parts of a packed buffer: the vectors, then the block tables."""
     views, begin = [], 0
     for count, dtype in ((num_rows, torch.int64), (num_sequences + 1, torch.int32), (num_sequences, torch.int32)):
         num_bytes = count * dtype.itemsize
         views.append(buffer[begin : begin + num_bytes].view(dtype))
         begin += _aligned(num_bytes)
-    num_tables = num_sequences if num_tables is None else num_tables
-    tables = buffer[begin : begin + num_tables * width * 4].view(torch.int32)
-    return _Views(views[0], views[1], views[2], tables.view(num_tables, width))
+    tables = buffer[begin : begin + num_sequences * width * 4].view(torch.int32)
+    return _Views(views[0], views[1], views[2], tables.view(num_sequences, width))
 
 
 def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
-from draftwire_kernels.reference.noise import select_rates
+from draftwire_kernels.noise import host_row_state
 
 # Rates of a position that `spread_rates` draws from.
 NUM_SPREAD = 16
@@ -121,25 +120,28 @@ def spread_rates(rates: Sequence[float], skill: float) -> list[list[float]]:
     return spread
 
 
-def draft_rates(rates: Tensor, accept: Tensor, position: Tensor, offset: Tensor) -> Tensor:
-    """Return the rates with which `rejection_sample` accepts drafts by the method "synthetic".
+def draft_rates(rates: np.ndarray, accept: np.ndarray, position: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Return the rates with which `rejection_sample` accepts drafts by the method "synthetic", on the host.
 
     The choice among a position's rates is independent of the uniform that the rate is compared to.
 
     Parameters
     ----------
-    rates : Tensor
-        [k, N] float32, N equally likely rates of each position, N a power of two.
-    accept : Tensor
+    rates : numpy.ndarray
+        [k, N], N equally likely rates of each position, N a power of two.
+    accept : numpy.ndarray
         [D] int64, key of the ACCEPT stream of each draft's request.
-    position : Tensor
+    position : numpy.ndarray
         [D] int64, absolute position of each draft.
-    offset : Tensor
+    offset : numpy.ndarray
         [D] int64, offset of each draft in its step.
 
     Returns
     -------
-    Tensor
-        [D] float32.
+    numpy.ndarray
+        [D], of the dtype of `rates`.
     """
-    return select_rates(rates, accept, position, offset)
+    num_rates = rates.shape[1]
+    if num_rates == 1:
+        return rates[offset, 0]
+    return rates[offset, (host_row_state(accept, position, offset) & np.uint64(num_rates - 1)).astype(np.int64)]

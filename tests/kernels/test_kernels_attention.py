@@ -157,8 +157,8 @@ def test_result_does_not_depend_on_company_or_place() -> None:
 def test_padding_gives_zeros_and_changes_nothing_but_block_0(backend) -> None:
     scene = Scene(Shape(), [(40, 5), (19, 1), (36, 3)])
     buffers = BatchBuffers(32, 8, 64, DEVICE)
-    buffers.load(RaggedBatch([SequenceRows([9, 8, 7], 40, 5)] * 4, CPU), 20, 4)  # its blocks remain in the buffers
-    batch = buffers.load(scene.batch(CPU), 20, 4)
+    buffers.load([SequenceRows([9, 8, 7], 40, 5)] * 4, 20, 4)  # its blocks remain in the buffers
+    batch = buffers.load(scene.rows(), 20, 4)
     inputs = scene.inputs(20)
     out = attend(scene, batch, inputs, backend)
     scene.check(out[:9], *inputs[3:])

@@ -65,7 +65,7 @@ def test_bad_tensors_are_refused_by_name(name, value) -> None:
 
 
 def _loaded(buffers: BatchBuffers, sequences: list[SequenceRows], **bounds: int) -> RaggedBatch:
-    return buffers.load(RaggedBatch(sequences, CPU), 6, 3, **bounds)
+    return buffers.load(sequences, 6, 3, **bounds)
 
 
 def test_buffers_pad_with_block_0_and_sequences_without_rows() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_oracle import CPU, DEVICE, Scene, Shape, check_close
+from attention_oracle import DEVICE, Scene, Shape, check_close
 
 from draftwire_kernels import BLOCK_SIZE, BatchBuffers, RaggedBatch, SequenceRows, paged_attention
 
@@ -35,7 +35,7 @@ def test_replayed_graph_gives_what_eager_gives(shape, capacity) -> None:
     def load(scene: Scene) -> RaggedBatch:
         for static, given in zip((q, k, v, keys, values), scene.inputs(20), strict=True):
             static[: len(given)].copy_(given)
-        return buffers.load(scene.batch(CPU), 20, 4)
+        return buffers.load(scene.rows(), 20, 4)
 
     def attend(batch: RaggedBatch) -> torch.Tensor:
         return paged_attention(

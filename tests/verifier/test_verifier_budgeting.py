@@ -34,6 +34,16 @@ def budget_for(requests: list[Request], calibrations: list[Calibration], rates: 
     return DraftBudget(bindings, VerificationBudget(Profile(), is_adaptive=True), rates)
 
 
+def rates_of(requests: list[Request], rates: torch.Tensor) -> list[np.ndarray]:
+    """Return the rates of the first and second draft of each request."""
+    keys = np.array([request.keys.accept for request in requests])
+    lengths = np.array([len(request.tokens) for request in requests])
+    return [
+        draft_rates(rates.double().numpy(), keys, lengths + offset, np.full(len(requests), offset))
+        for offset in range(2)
+    ]
+
+
 def test_drafts_of_requests_are_columns():
     requests = decoding(4)
     requests[0].drafts = ReadyDrafts(3, 1, [5, 6], confidences=[0.5, 0.25, 0.125])
@@ -65,12 +75,8 @@ def test_synthetic_rates_are_the_confidences():
     rates = torch.tensor(spread_rates([0.8, 0.6], 0.5))
     requests = decoding(8)
     budget = budget_for(requests, [Calibration(2, rates.mean(1).tolist())] * 8, rates)
-    lengths = torch.tensor([len(request.tokens) for request in requests])
-    keys = torch.tensor([request.keys.accept for request in requests])
-    first, second = (
-        draft_rates(rates, keys, lengths + offset, torch.full((8,), offset)).double() for offset in range(2)
-    )
-    expected = (first >= 0.7).long() * (1 + (first * second >= 0.7).long())
+    first, second = rates_of(requests, rates)
+    expected = (first >= 0.7).astype(int) * (1 + (first * second >= 0.7))
     owner, offset = np.repeat(np.arange(8), 2), np.tile(np.arange(2), 8)
     offers = budget.offers(requests, 2).with_more(owner, offset, np.full(16, 0.5))
     assert budget.choose(Limit(0.7, 100), offers).tolist() == expected.tolist()
@@ -86,9 +92,5 @@ def test_synthetic_rates_are_the_expected_tokens(skill: float):
         budget.count(request, ReadyDrafts(len(request.tokens), 1, [5, 6], confidences=[0.1, 0.1]), 2, 1)
     budget.learn()
     assert budget.accepted["drafter"] == LEARN_FROM
-    keys = torch.tensor([request.keys.accept for request in requests])
-    lengths = torch.tensor([len(request.tokens) for request in requests])
-    first, second = (
-        draft_rates(rates, keys, lengths + offset, torch.full((LEARN_FROM,), offset)).double() for offset in range(2)
-    )
+    first, second = rates_of(requests, rates)
     assert budget.expected["drafter"] == pytest.approx(float((first + first * second).sum()))

@@ -46,7 +46,7 @@ class SampledTokens(NamedTuple):
     logprobs: SampledLogprobs | None = None  # if the request asks for log probabilities
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class ScheduledRows:
     """The rows of one request in a step, and the step's result for the request."""
 
@@ -74,7 +74,7 @@ class ScheduledRows:
         self.is_decoding = self.request.is_decoding or self.follows is not None
         self.num_drafts = 0 if self.drafts is None else len(self.drafts.tokens)
         self.num_logit_rows = 1 + self.num_drafts if self.samples else 0
-        self.num_prompt_logit_rows = self._count_prompt_rows()
+        self.num_prompt_logit_rows = 0 if self.request.prompt_logprobs is None else self._count_prompt_rows()
         self.admission = self.request.num_preemptions
 
     def _count_prompt_rows(self) -> int:

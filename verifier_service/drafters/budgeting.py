@@ -78,7 +78,7 @@ class DraftBudget:
         """`rates`: [k, N] float32, equally likely rates of each position with synthetic acceptance; the rate of each
         draft is its confidence."""
         self.budget = budget
-        self._rates = rates
+        self._rates = None if rates is None else rates.double().numpy()
         self.offered, self.verified, self.accepted = Counter[str](), Counter[str](), Counter[str]()
         self.expected: dict[str, float] = {}
         self._bindings = bindings
@@ -105,10 +105,12 @@ class DraftBudget:
         num_drafts, calibrations = offers.num_drafts, offers.calibrations
         if limit is None or not num_drafts.any():
             return num_drafts
-        survival = np.zeros(offers.confidences.shape)
-        for calibration in dict.fromkeys(calibrations):
+        survival, drafters = np.zeros(offers.confidences.shape), dict.fromkeys(calibrations)
+        for calibration in drafters:
             if calibration is not None:  # else the drafter has disconnected
-                own = [place for place, other in enumerate(calibrations) if other is calibration]
+                own: slice | list[int] = slice(None)
+                if len(drafters) > 1:
+                    own = [place for place, other in enumerate(calibrations) if other is calibration]
                 survival[own] = _survival(calibration, num_drafts[own], offers.confidences[own])
         return chosen(survival, limit)
 
@@ -164,12 +166,12 @@ def _columns(drafts: Sequence[ReadyDrafts | None], width: int) -> tuple[np.ndarr
     return num_drafts, confidences
 
 
-def _synthetic(rates: torch.Tensor, requests: Sequence[Request], lengths: Sequence[int], width: int) -> np.ndarray:
+def _synthetic(rates: np.ndarray, requests: Sequence[Request], lengths: Sequence[int], width: int) -> np.ndarray:
     """Return the rates [S, width] with which the sampler accepts the drafts after `lengths` committed tokens."""
-    offset = torch.arange(width).repeat(len(requests))
-    accept = torch.tensor([request.keys.accept for request in requests]).repeat_interleave(width)
-    position = torch.tensor(lengths).repeat_interleave(width) + offset
-    return draft_rates(rates, accept, position, offset).view(-1, width).double().numpy()
+    offset = np.tile(np.arange(width), len(requests))
+    accept = np.repeat(np.array([request.keys.accept for request in requests], np.int64), width)
+    position = np.repeat(np.array(lengths, np.int64), width) + offset
+    return draft_rates(rates, accept, position, offset).reshape(-1, width)
 
 
 def _survival(calibration: Calibration, num_drafts: np.ndarray, confidences: np.ndarray) -> np.ndarray:

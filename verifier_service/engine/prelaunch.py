@@ -39,7 +39,7 @@ class Prelaunch:
         self._deadline = 0.0  # monotonic time
         self._launched: dict[Request, _Place] = {}  # rows of the last prelaunched step, one for each possible draft
         self._places: dict[Request, _Place] = {}  # the same, or the released rows of a step with a limit
-        self._num_rows = 0
+        self._firsts = self._most = np.zeros(0, np.int64)  # first row and number of rows of each place
         self._awaited: AwaitedAnswer | None = None  # the answer with all drafts of the step, if one has all
         self._template: _Template | None = None  # of the awaited answer's step
         self._token_ids: list[int] = []  # of the released step
@@ -71,8 +71,9 @@ class Prelaunch:
         if places == self._launched:
             return
         self._launched = self._places = places
-        self._num_rows, self._template = first, None
+        self._template = None
         firsts, starts, counts = np.array([place[:3] for place in places.values()], np.int64).T
+        self._firsts, self._most = firsts, counts
         forward = ForwardInput(
             np.zeros(first, np.int64),
             np.arange(first) + np.repeat(starts - firsts, counts),
@@ -90,23 +91,23 @@ class Prelaunch:
         self._awaited, places = awaited, self._places
         if self._step is None or awaited is None:
             return
-        wanted = list(zip(awaited.requests, awaited.num_drafts, strict=True))
-        if any(one not in places or places[one].num_rows != 1 + num_drafts for one, num_drafts in wanted):
+        order = {request: index for index, request in enumerate(places)}
+        counts = np.array(awaited.num_drafts, np.int64)
+        indices = np.array([order.get(request, -1) for request in awaited.requests], np.int64)
+        if indices.min(initial=0) < 0 or (self._most[indices] != 1 + counts).any():
             return
-        token_ids = np.zeros(self._num_rows, np.int64)
+        token_ids = np.zeros(int(self._most.sum()), np.int64)
+        token_ids[self._firsts] = [request.tokens[-1] for request in places]
         for request, place in places.items():
-            token_ids[place.first] = request.tokens[-1]
             if request.drafts is not None:
                 known = request.drafts.tokens[: place.num_rows - 1]
                 token_ids[place.first + 1 : place.first + 1 + len(known)] = known
         # Each awaited draft's request, as an index in the step, and its offset.
-        order = {request: index for index, request in enumerate(places)}
-        counts = np.array(awaited.num_drafts, np.int64)
-        owner = np.repeat(np.array([order[request] for request in awaited.requests], np.int64), counts)
-        offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        firsts = np.array([place.first for place in places.values()], np.int64)
-        offers = self._budget.offers(list(places), max(awaited.num_drafts, default=0))
-        self._template = _Template(token_ids, firsts[owner] + 1 + offset, offers, (owner, offset))
+        owner = np.repeat(indices, counts)
+        offset = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
+        is_limited = self._step.limit is not None
+        offers = self._budget.offers(list(places), int(counts.max(initial=0))) if is_limited else None
+        self._template = _Template(token_ids, self._firsts[owner] + 1 + offset, offers, (owner, offset))
 
     @property
     def _can_be_filled(self) -> bool:
@@ -141,18 +142,18 @@ class Prelaunch:
         if self._step is None or self._step.limit is None:
             self._release(template.token_ids)
             return
+        assert template.offers is not None
         self._release_chosen(template.token_ids, template.offers.with_more(*template.cells, drafts.confidences))
 
     def _release_chosen(self, token_ids: np.ndarray, offers: Offers) -> None:
         """Release a step with a limit with the chosen drafts; `token_ids` are for all rows that it may have."""
         step = self._step
         assert step is not None
-        most = np.array([place.num_rows for place in self._places.values()], np.int64)
         chosen = self._budget.choose(step.limit, offers)
-        counts = np.minimum(1 + chosen, most)
+        counts = np.minimum(1 + chosen, self._most)
         # Index of each possible row within its request.
-        offsets = np.arange(len(token_ids)) - np.repeat(most.cumsum() - most, most)
-        self._release_rows(token_ids[offsets < np.repeat(counts, most)], counts)
+        offsets = np.arange(len(token_ids)) - np.repeat(self._firsts, self._most)
+        self._release_rows(token_ids[offsets < np.repeat(counts, self._most)], counts)
         # Afterwards, because the device waits for the release.
         pairs = zip(offers.requests, chosen.tolist(), offers.num_drafts.tolist(), strict=True)
         step.chosen = {request: count for request, count, num_drafts in pairs if num_drafts > 0}
@@ -207,7 +208,7 @@ class Prelaunch:
     def _release(self, token_ids: np.ndarray, counts: np.ndarray | None = None) -> None:
         step = self._step
         assert step is not None
-        self._template, self._token_ids = None, token_ids.tolist()
+        self._template = None
         try:
             step.forward = self._runner.release(token_ids, counts)
             step.advance(Stage.RELEASED)
@@ -215,6 +216,7 @@ class Prelaunch:
             self._step = None
             step.abandon()
             raise
+        self._token_ids = token_ids.tolist()
 
     def confirm(self, rows: Sequence[ScheduledRows]) -> Step | None:
         """Return the released step with `rows` if its forward pass computes these rows; else abandon the step."""
@@ -251,7 +253,7 @@ class _Template(NamedTuple):
 
     token_ids: np.ndarray  # int64 [rows], without these drafts
     places: np.ndarray  # int64 [D], their indices in token_ids
-    offers: Offers  # of the step's requests, without these drafts
+    offers: Offers | None  # of the step's requests, without these drafts; None without a limit
     cells: tuple[np.ndarray, np.ndarray]  # int64 [D] each: the index of a draft's request, and its offset
 
 

@@ -14,7 +14,6 @@ from draftwire_kernels.ragged_batch import BatchStage
 from verifier_service.core.batch import ForwardInput
 from verifier_service.target.graph_sizes import Bucket
 
-_CPU = torch.device("cpu")
 _NO_ROWS = np.zeros(0, np.int64)
 _PADDING = ForwardInput(_NO_ROWS, _NO_ROWS, (), _NO_ROWS)
 
@@ -59,12 +58,12 @@ class GraphInputs:
 
     def stage(self, bucket: Bucket, step: ForwardInput) -> StagedInputs:
         """Return the inputs of a step that fits the bucket, padded, in host memory."""
-        batch = RaggedBatch(step.sequences, _CPU)
         token_ids = self._on_host(step.token_ids, bucket.num_rows)
         positions = self._on_host(step.positions, bucket.num_rows)
         logit_rows = None if bucket.has_all_logits else self._on_host(step.logit_rows, bucket.num_logit_rows)
-        slots: np.ndarray = batch.host.slot_mapping.numpy()
-        return StagedInputs(token_ids.numpy(), slots, token_ids, positions, logit_rows, self._batch.stage(batch))
+        batch = self._batch.stage(step.sequences)
+        # A copy, because the host's memory is reused after the step's inputs are copied.
+        return StagedInputs(token_ids.numpy(), batch.slots.copy(), token_ids, positions, logit_rows, batch)
 
     def send(self, bucket: Bucket, staged: StagedInputs) -> GraphTensors:
         """Copy staged inputs to the graph's memory, on the current stream."""

@@ -85,7 +85,7 @@ def accept_uniform(key: Tensor, position: Tensor, offset: Tensor, dtype: torch.d
 
 
 def select_rates(rates: Tensor, key: Tensor, position: Tensor, offset: Tensor) -> Tensor:
-    """Return one of each draft's N rates, [D] of [k, N]; see `draftwire_kernels.draft_rates`."""
+    """Return one of each draft's N rates, [D] of [k, N]; see `draftwire_kernels.draft_rates`, the same in numpy."""
     # The low word of the state; in float32 the uniform is the high word, in float64 these are its last bits.
     return rates[offset, row_state(key, position, offset) & (rates.shape[1] - 1)]
 
