@@ -255,7 +255,6 @@ class World:
             host_s=host_s,
             verified=Counter(zip(drafters, received, strict=True)),
             num_rows=sum(len(work.tokens) for work in running),
-            prompt_rows=sum(len(work.tokens) for work in running if not work.is_decoding),
             landed=self.clock.now,
             is_beside=step.is_beside,
         )

@@ -8,7 +8,7 @@ import pytest
 
 from verifier_service.pacing import Backlog, Calibration, DraftingPolicy, Profile, StepCount
 from verifier_service.pacing.backlog import CATCH_UP_EVERY_S, FIRST_BYTES, LEAST_BYTES, MOST_BYTES
-from verifier_service.pacing.policy import GIVE_UP_PROMPTS_STEPS, LOSS_SHARE, REST_S
+from verifier_service.pacing.policy import LOSS_SHARE, REST_S
 
 K = 4
 RATE = 0.75
@@ -78,22 +78,6 @@ def test_drafts_that_lose_are_given_up_soon():
     rounds.run(1.0)
     assert rounds.policy.is_off
     assert rounds.run(60.0) > 1 - 1.5 * LOSS_SHARE
-
-
-def test_steps_with_prompts_disable_drafts_but_do_not_resume_them():
-    policy = DraftingPolicy(K, Calibration(K, [RATE] * K), Profile({(8, 8): STEP_S}), is_adaptive=True)
-
-    def count(now: float, drafts: int) -> None:
-        policy.count_with_prompts(StepCount(now, FAR[drafts], STEP_S, 8, drafts, 8 * (drafts > 0), 0.0, False, False))
-
-    lost_steps = FAR[K] / STEP_S - TOKENS[K]  # by each step
-    for step in range(1, 40):
-        count(step * FAR[K], K)
-        assert policy.is_off == (step * lost_steps >= GIVE_UP_PROMPTS_STEPS)
-    count(100.0, 0)
-    assert policy.is_off
-    policy.count(StepCount(100.1, STEP_S, STEP_S, 8, 0, 0, 8.0, False, False))
-    assert not policy.is_off
 
 
 def test_drafts_come_back_when_the_drafter_is_near_again():

@@ -88,7 +88,6 @@ class Drafting:
         self._sender = StepSender(config, times, self.wait_policy)
         self._pinned_drafts: int | None = None
         self._num_decoding = 0  # decoding requests at the last flush
-        self._decoded = 0  # decoding requests at the last counted step
         self._had_prompts = True  # whether the last counted step had prompts
         self._landed = 0.0  # monotonic time at which the host had the last step's tokens
 
@@ -239,7 +238,6 @@ class Drafting:
         host_s: float,
         verified: Mapping[DraftsOf, int],
         num_rows: int,
-        prompt_rows: int,
         landed: float,
         is_beside: bool | None,
     ) -> None:
@@ -247,12 +245,12 @@ class Drafting:
 
         Args:
             has_prompts: Whether the step had rows of prompts, or the host launched a step with such rows before it read
-                this step's tokens. Such a step and the step after it count only as losses of drafts.
+                this step's tokens. Such a step and the step after it are not counted: their time says nothing about
+                drafts.
             step_s: Seconds of the step itself, excluding waits, as in `StepTimes`.
             host_s: Seconds of the host before the step, excluding waits, as in `StepTimes`.
             verified: Number of decoding requests in the step, by drafter and received drafts.
             num_rows: Rows of the step.
-            prompt_rows: Number of these rows that are of prompts.
             landed: Monotonic time at which the host had the step's tokens.
             is_beside: Whether the step was launched while another step ran. None if steps never overlap; then the
                 host's time counts.
@@ -260,32 +258,14 @@ class Drafting:
         self.budget.learn()
         seconds, self._landed = landed - self._landed, landed
         had_prompts, self._had_prompts = self._had_prompts, has_prompts
-        decoded, self._decoded = self._decoded, self._num_decoding
-        pass_s = step_s + host_s if is_beside is None else step_s
         if has_prompts or had_prompts:
-            if decoded > 0:  # else the engine may have been idle
-                self._count_with_prompts(seconds, pass_s, verified, num_rows, prompt_rows)
             return
+        pass_s = step_s + host_s if is_beside is None else step_s
         self.wait_policy.count_step(pass_s)
         has_drafts = any(count > 0 for _, count in verified)
         self.budget.budget.count_step(sum(verified.values()), num_rows, pass_s, seconds, has_drafts=has_drafts)
         for session in self._sessions.values():
             session.pace.policy.count(self._step_count(session, seconds, pass_s, verified))
-
-    def _count_with_prompts(
-        self, seconds: float, pass_s: float, verified: Mapping[DraftsOf, int], num_rows: int, prompt_rows: int
-    ) -> None:
-        """Let the policies count a step with prompts as if it had taken only the time without its prompt rows.
-
-        The time of the other rows is known only from a table of passes.
-        """
-        costs = self.budget.budget.costs
-        if not costs.is_known:
-            return
-        if prompt_rows > 0:
-            seconds -= max(0.0, pass_s - costs.seconds(sum(verified.values()), num_rows - prompt_rows))
-        for session in self._sessions.values():
-            session.pace.policy.count_with_prompts(self._step_count(session, seconds, pass_s, verified))
 
     def _step_count(
         self, session: DraftSession, seconds: float, pass_s: float, verified: Mapping[DraftsOf, int]

@@ -290,7 +290,6 @@ class Engine:
                 host_s=host_s,
                 verified=step.verified,
                 num_rows=step.num_rows,
-                prompt_rows=sum(len(row.tokens) for row in step.rows if not row.is_decoding),
                 landed=step.committed_at,
                 is_beside=step.is_beside if self._planner.is_async and step.marks is not None else None,
             )

@@ -23,9 +23,6 @@ ENOUGH_ROUNDS = 6
 # Drafts are disabled when they have lost the time of GIVE_UP_STEPS steps without drafts; including the time in which
 # sequences catch up, which later rounds can regain, GIVE_UP_DEBT_STEPS steps.
 GIVE_UP_STEPS, GIVE_UP_DEBT_STEPS = 8.0, 16.0
-# Drafts are also disabled when successive steps with prompts have lost this number of steps. While few requests decode,
-# drafts for them delay prompts even where drafts gain later: a ramp of 128 requests must not disable them.
-GIVE_UP_PROMPTS_STEPS = 72.0
 # Most steps without drafts that one step can count as lost: a single stall is no reason to disable drafts. The first
 # steps at a load do not count, because they load kernels.
 MOST_LOST_STEPS, FIRST_STEPS = 4.0, 2
@@ -35,9 +32,8 @@ REST_S = (1.0, 30.0)
 # Maximum number of steps of the trial without drafts, where the time of such steps was not measured at start.
 TRIAL_STEPS = 4 * ENOUGH_ROUNDS
 
-
 class StepCount(NamedTuple):
-    """A step, as one drafter's policy counts it."""
+    """A step without prompts, as one drafter's policy counts it."""
 
     now: float  # monotonic time at which the host had its tokens
     seconds: float  # since the previous step's tokens
@@ -79,7 +75,6 @@ class DraftingPolicy:
         self._size = 0  # bit length of the load bucket's number of requests
         self._bucket = self._new_bucket(is_off=False)
         self._buckets: dict[tuple[int, bool], _Bucket] = {}
-        self._prompts_lost_steps = 0.0  # lost by successive steps with prompts
         self._trial_left = 0  # remaining steps of a trial without drafts
         self._round = Arm()  # since the last step that had drafts
         self._had_drafts = True  # whether the previous step had drafts
@@ -106,10 +101,9 @@ class DraftingPolicy:
         """Count a step, and decide about drafts for later steps."""
         if step.requests == 0:
             return
+        self._last = step
         self._turn_to(step)
-        self._prompts_lost_steps = 0.0
         self._measure(step)
-        self._count_loss(step)
         bucket = self._bucket
         bucket.steps += 1
         if not self.is_adaptive or self._pinned is not None:
@@ -121,24 +115,6 @@ class DraftingPolicy:
             self._give_up(step.now)
         else:
             self._run_trial()
-
-    def count_with_prompts(self, step: StepCount) -> None:
-        """Count the loss of a step whose `seconds` exclude the time of its prompt rows.
-
-        When many requests arrive together, all steps have prompts for seconds. In these steps drafts can be disabled;
-        they resume only in steps without prompts, because sequences must catch up then.
-        """
-        if step.requests == 0:
-            return
-        self._turn_to(step)
-        without = self.speed_without()
-        if self._bucket.is_off or without == 0.0:
-            return
-        lost_steps = min(self._lost_steps(step), MOST_LOST_STEPS)
-        self._prompts_lost_steps = max(self._prompts_lost_steps + lost_steps, 0.0)
-        if self._prompts_lost_steps >= GIVE_UP_PROMPTS_STEPS and self.is_adaptive and self._pinned is None:
-            self._bucket.debt_s = self._prompts_lost_steps / without
-            self._give_up(step.now)
 
     def speed_without(self) -> float:
         """Return tokens per second of one request without drafts at this load; 0 if unknown."""
@@ -159,7 +135,6 @@ class DraftingPolicy:
 
     def _turn_to(self, step: StepCount) -> None:
         """Switch to the bucket of the step's load; a new bucket starts as a copy of the last."""
-        self._last = step
         low, high = 2 ** max(self._size - 1, 0), 2**self._size - 1
         if not low / STICKY <= step.requests <= high * STICKY:
             self._size = step.requests.bit_length()
@@ -188,6 +163,7 @@ class DraftingPolicy:
             if has_drafts:
                 done, self._round = self._round, Arm()
                 bucket.arms[step.drafts].add(done.drafted, done.other_tokens, done.request_s)
+        self._count_loss(step)
         self._had_drafts = has_drafts
 
     def _count_loss(self, step: StepCount) -> None:
@@ -195,17 +171,13 @@ class DraftingPolicy:
         bucket, without = self._bucket, self.speed_without()
         if without == 0.0 or bucket.is_off or bucket.steps < FIRST_STEPS:
             return
-        lost_steps = self._lost_steps(step)
+        tokens = step.drafted * self._calibration.expected_tokens()[step.drafts] + step.other_tokens
+        lost_steps = step.seconds * without - tokens / step.requests
         counted = min(lost_steps, MOST_LOST_STEPS)
         if (self.num_drafts > 0 or step.drafts > 0) and not step.catches_up:
             bucket.lost_steps = max(bucket.lost_steps + counted, -GIVE_UP_STEPS)
         bucket.debt_steps = max(bucket.debt_steps + counted, -GIVE_UP_STEPS)
         bucket.debt_s = max(bucket.debt_s + lost_steps / without, -GIVE_UP_STEPS / without)
-
-    def _lost_steps(self, step: StepCount) -> float:
-        """Return the time that the step lost, in steps without drafts; negative if drafts gained."""
-        tokens = step.drafted * self._calibration.expected_tokens()[step.drafts] + step.other_tokens
-        return step.seconds * self.speed_without() - tokens / step.requests
 
     def _take_up(self) -> None:
         bucket = self._bucket
