@@ -30,13 +30,24 @@ def error(given: torch.Tensor, exact: torch.Tensor) -> float:
     return float((given.float() - exact.float()).norm() / exact.float().norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [
+        (torch.float32, "cpu"),
+        (torch.bfloat16, "cpu"),
+        pytest.param(torch.bfloat16, "cuda", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_a_product_has_the_error_of_two_roundings(dtype: torch.dtype, scale: float) -> None:
+def test_a_product_has_the_error_of_two_roundings(dtype: torch.dtype, device: str, scale: float) -> None:
     """Whatever the sizes of weights and inputs are."""
-    norm = RMSNorm((scale * normal(256).abs()).to(dtype), 1e-6)
-    projection = Projection((normal(512, 256, seed=1) / scale).to(dtype), normal(512, seed=2).to(dtype))
-    x = norm(normal(33, 256, seed=3).to(dtype))
+
+    def drawn(*shape: int, seed: int) -> torch.Tensor:
+        return normal(*shape, seed=seed).to(device)
+
+    norm = RMSNorm((scale * drawn(256, seed=0).abs()).to(dtype), 1e-6)
+    projection = Projection((drawn(512, 256, seed=1) / scale).to(dtype), drawn(512, seed=2).to(dtype))
+    x = norm(drawn(33, 256, seed=3).to(dtype))
     exact = projection(x)
     projection.use_fp8(norm)
     assert projection.weight.dtype == torch.float8_e4m3fn

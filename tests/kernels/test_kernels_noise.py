@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from draftwire_kernels.noise import host_row_state
 from draftwire_kernels.reference import noise
 
 INT32 = torch.int32
@@ -32,6 +33,7 @@ def test_bits_are_those_of_the_definition(key: int, position: int, offset: int) 
     state = noise.row_state(torch.tensor([key]), torch.tensor([position]), torch.tensor([offset]))
     expected = oracle.row_state(key, position, offset)
     assert int(state) % 2**64 == expected
+    assert host_row_state(*(np.array([one]) for one in (key, position, offset))).tolist() == [expected]
     assert torch.equal(state, noise.row_state(torch.tensor([key]), torch.tensor([position]), offset))
     words = _unsigned(noise.token_words(state, torch.tensor(tokens, dtype=INT32)))[0]
     assert words.tolist() == [oracle.token_word(expected, t) for t in tokens]
