@@ -77,7 +77,7 @@ def rejection(
     launch.rejection_sample(
         torch.empty(drafts + batch, V, dtype=dtype), torch.zeros(drafts, dtype=torch.int64), cu_rows, torch.ones(batch),
         derive_stream_keys(range(batch)), torch.zeros(batch, dtype=torch.int64), draft, method,
-        torch.ones(K + 1) if method == "synthetic" else None, use_fp64,
+        torch.ones(K + 1, 16) if method == "synthetic" else None, use_fp64,
     )  # fmt: skip
 
 
