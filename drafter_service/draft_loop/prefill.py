@@ -16,8 +16,6 @@ from draftwire.model.block_pool import blocks_for
 from draftwire.model.devices import upload
 from draftwire.model.kv_cache import BatchBuffers, KVCache, RaggedBatch, SequenceRows
 
-_CPU = torch.device("cpu")
-
 
 class RowFeed:
     """Fills the head's cache. On a GPU batches are padded to few sizes, whose kernels `warm_up` compiles."""

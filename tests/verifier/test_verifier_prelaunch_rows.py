@@ -89,22 +89,22 @@ class AllDrafts(DraftBudget):
 
     def __init__(self) -> None:
         super().__init__({}, VerificationBudget(Profile(), is_adaptive=False))
-        self.asked: list[tuple[Limit | None, Offers]] = []
 
     def choose(self, limit: Limit | None, offers: Offers) -> np.ndarray:
-        self.asked.append((limit, offers))
-        return super().choose(None, offers)
+        assert limit is None
+        return super().choose(limit, offers)
 
 
 class FixedChoice(AllDrafts):
-    """A budget that always makes one choice."""
+    """A budget that always makes one choice. `asked` has the limits and the offers."""
 
     def __init__(self, counts: list[int]) -> None:
         super().__init__()
         self._counts = np.array(counts)
+        self.asked: list[tuple[Limit | None, Offers]] = []
 
     def choose(self, limit: Limit | None, offers: Offers) -> np.ndarray:
-        super().choose(limit, offers)
+        self.asked.append((limit, offers))
         return self._counts
 
 

@@ -26,7 +26,7 @@ class Offers(NamedTuple):
         calibrations: Those of the requests' drafters; None without a drafter.
         num_drafts: [S] int64; 0 without drafts.
         confidences: [S, k] float64, k at least the most drafts; NaN for drafts without a confidence.
-        is_synthetic: Whether the confidences are the rates of synthetic acceptance, known before the drafts.
+        is_synthetic: Whether `confidences` are the rates of synthetic acceptance instead of the drafter's confidences.
     """
 
     requests: Sequence[Request]
