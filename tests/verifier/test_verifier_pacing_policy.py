@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from drafting_scene import Scene
 
-from verifier_service.pacing import Backlog, Calibration, DraftingPolicy, Profile, StepCount
+from verifier_service.pacing import Backlog, Calibration, DraftingPolicy, Profile, StepCosts, StepCount
 from verifier_service.pacing.backlog import CATCH_UP_EVERY_S, FIRST_BYTES, LEAST_BYTES, MOST_BYTES
 from verifier_service.pacing.policy import LOSS_SHARE, REST_S
 
@@ -22,11 +23,13 @@ class Rounds:
     def __init__(self, *round_s: float, requests: int = 8, profile: Profile | None = None, **options: Any) -> None:
         self.round_s = list(round_s)
         self.requests = requests
+        self.has_prompts = False
         self.now = 100.0
         self.tokens = 0.0
         self.asked: list[int] = []
         calibration = Calibration(K, [RATE] * K)
-        self.policy = DraftingPolicy(K, calibration, profile or Profile(), **{"is_adaptive": True, **options})
+        self.costs = StepCosts(profile or Profile())
+        self.policy = DraftingPolicy(K, calibration, self.costs, **{"is_adaptive": True, **options})
 
     def run(self, seconds: float) -> float:
         """Return the throughput of a request relative to its throughput without drafts."""
@@ -39,7 +42,8 @@ class Rounds:
             self.asked.append(number)
             drafted = self.requests if number else 0
             others = 0.0 if number else float(self.requests)
-            step = StepCount(self.now, taken, STEP_S, self.requests, number, drafted, others, False, False)
+            load = (self.requests, number, drafted, others, False, False, self.has_prompts)
+            step = StepCount(self.now, taken, STEP_S, *load)
             self.policy.count(step)
         return (self.tokens - before) / (self.now - began) * self.round_s[0]
 
@@ -97,6 +101,120 @@ def test_each_load_has_its_own_decision():
     rounds.requests, rounds.round_s = 2, list(NEAR)
     rounds.run(0.1)
     assert not rounds.policy.is_off
+
+
+TABLE = Profile({(64, 64): STEP_S, (64, 320): STEP_S})
+
+
+def test_a_loss_beside_prompts_ends_with_the_prompts():
+    """Requests that arrive together have prompts in each step, and drafts cost more than they gain in these steps."""
+    rounds = Rounds(*FAR, profile=TABLE)
+    rounds.has_prompts = True
+    rounds.run(1.0)
+    assert rounds.policy.is_off
+    rounds.has_prompts, rounds.round_s = False, list(NEAR)
+    rounds.run(20 * STEP_S)
+    assert not rounds.policy.is_off
+
+
+@pytest.mark.parametrize(("round_s", "is_off"), [(NEAR, False), (FAR, True)])
+def test_beside_prompts_the_decision_without_them_continues(round_s, is_off):
+    rounds = Rounds(*round_s, profile=TABLE)
+    rounds.run(1.0)
+    rounds.has_prompts = True
+    rounds.run(20 * STEP_S)
+    assert rounds.policy.is_off == is_off
+
+
+def test_a_few_steps_with_prompts_do_not_count():
+    rounds = Rounds(*NEAR, profile=TABLE)
+    rounds.run(1.0)
+    for _ in range(20):
+        rounds.has_prompts, rounds.round_s[K] = True, FAR[K]
+        rounds.run(FAR[K])
+        rounds.has_prompts, rounds.round_s[K] = False, NEAR[K]
+        rounds.run(8 * NEAR[K])
+    assert set(rounds.asked) == {K}
+
+
+def test_after_prompts_disabled_drafts_rest_for_the_longer_of_both_rests():
+    rounds = Rounds(*FAR, profile=TABLE)
+    rounds.run(1.0)
+    rounds.has_prompts = True
+    while rounds.policy.is_off:
+        rounds.run(STEP_S)
+    while not rounds.policy.is_off:
+        rounds.run(STEP_S)
+    rounds.has_prompts = False
+    before = len(rounds.asked)
+    rounds.run(0.5)
+    assert set(rounds.asked[before:]) == {0}
+
+
+def test_the_time_without_drafts_follows_the_passes_that_ran():
+    """The table lacks attention over the contexts."""
+    rounds = Rounds(*NEAR, profile=TABLE)
+    rounds.run(0.1)
+    assert rounds.policy.speed_without() == pytest.approx(1 / STEP_S)
+    for _ in range(500):
+        rounds.costs.count(64, 320, 2 * STEP_S)
+    assert rounds.policy.speed_without() == pytest.approx(1 / (2 * STEP_S), rel=0.02)
+
+
+def test_the_time_without_drafts_has_the_time_between_passes():
+    rounds = Rounds(1.5 * STEP_S, *FAR[1:], requests=64, profile=TABLE)
+    rounds.run(3.0)
+    rounds.requests = 8  # without a measured step
+    rounds.run(STEP_S)
+    assert rounds.policy.speed_without() == pytest.approx(1 / (1.5 * STEP_S), rel=0.02)
+
+
+class Counted:
+    """A `Drafting` with one decoding request, and the steps that its policy counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, profile: Profile | None = TABLE, k: int = K) -> None:
+        self.scene = Scene(profile=profile)
+        stream = self.scene.connect()
+        self.scene.decode(k=k)
+        self.scene.flush()
+        self.steps: list[StepCount] = []
+        monkeypatch.setattr(self.scene.drafting.sessions[stream].pace.policy, "count", self.steps.append)
+        self.count(0.0)
+        self.count(STEP_S)
+        self.steps.clear()
+
+    def count(self, landed: float, num_prompt_rows: int = 0, step_s: float = STEP_S, num_waiting: int = 0) -> None:
+        self.scene.drafting.count_step(
+            has_prompts=num_prompt_rows > 0,
+            step_s=step_s,
+            host_s=0.0,
+            verified={(None, 0): 1},
+            num_rows=1 + num_prompt_rows,
+            num_prompt_rows=num_prompt_rows,
+            num_waiting=num_waiting,
+            landed=landed,
+            is_beside=False,
+        )
+
+
+def test_the_time_of_rows_of_prompts_does_not_count(monkeypatch):
+    counted = Counted(monkeypatch)
+    counted.count(6 * STEP_S, num_prompt_rows=512, step_s=4 * STEP_S, num_waiting=2)  # a gap of one step's time before
+    (step,) = counted.steps
+    assert (step.seconds, step.pass_s) == pytest.approx((2 * STEP_S, STEP_S))
+    assert (step.has_prompts, step.requests) == (True, 3)
+
+
+def test_without_a_table_steps_with_prompts_do_not_count(monkeypatch):
+    counted = Counted(monkeypatch, profile=None)
+    counted.count(6 * STEP_S, num_prompt_rows=512, step_s=4 * STEP_S)
+    assert counted.steps == []
+
+
+def test_steps_of_requests_that_want_no_drafts_do_not_count(monkeypatch):
+    counted = Counted(monkeypatch, k=0)
+    counted.count(2 * STEP_S)
+    assert counted.steps == []
 
 
 def test_without_adaptive_k_all_are_asked_for():

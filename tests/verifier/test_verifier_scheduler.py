@@ -56,6 +56,16 @@ def test_without_a_queue_a_request_that_has_a_place_is_taken():
         batch.add(request())
 
 
+def test_waiting_requests_with_a_place_are_counted():
+    batch = Batch(max_num_seqs=3, max_queue=4)
+    batch.add(*(request() for _ in range(5)))
+    assert batch.scheduler.num_admissible == 3
+    batch.step()
+    assert batch.scheduler.num_admissible == 0
+    batch.scheduler.remove(batch.running[0])
+    assert batch.scheduler.num_admissible == 1
+
+
 def test_waiting_request_can_be_removed():
     batch = Batch(max_num_seqs=1)
     first, second = request(), request()

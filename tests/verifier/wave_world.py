@@ -97,6 +97,10 @@ class WaveWorld(World):
         self.run(1000.0)
         return (self.tokens - before) / (self.clock.now - began)
 
+    @property
+    def num_admissible(self) -> int:
+        return min(self.num_waiting, self.most_running - len(self.scene.requests))
+
     def admit(self) -> Request:
         """Admit a waiting request."""
         self.num_waiting -= 1

@@ -79,15 +79,15 @@ class Drafting:
         self.answers = AnswerIntake(config, vocab_size, times, self.placement)
         is_synthetic = config.rejection_sample_method == cfg.SYNTHETIC
         self.is_adaptive = deadline_s is not None and not is_synthetic if adaptive_k is None else adaptive_k
-        self._profile = profile or Profile()
         rates = synthetic_rates(config)
         self._mean_rates = None if rates is None else rates.mean(1).tolist()
-        budget = VerificationBudget(self._profile, is_adaptive=self.is_adaptive)
+        budget = VerificationBudget(profile or Profile(), is_adaptive=self.is_adaptive)
         self.budget = DraftBudget(self._bindings, budget, rates)
         self.wait_policy = DraftWaitPolicy(self._sessions, self._bindings)
         self._sender = StepSender(config, times, self.wait_policy)
         self._pinned_drafts: int | None = None
-        self._num_decoding = 0  # decoding requests at the last flush
+        self._num_running = 0  # requests at the last flush
+        self._wants_drafts = False  # whether one of them wants drafts
         self._had_prompts = True  # whether the last counted step had prompts
         self._landed = 0.0  # monotonic time at which the host had the last step's tokens
 
@@ -131,7 +131,7 @@ class Drafting:
                 Pace(
                     min(self._config.num_speculative_tokens, event.stream.head.max_drafts),
                     self._deadline_s,
-                    self._profile,
+                    self.budget.budget.costs,
                     is_adaptive=self.is_adaptive,
                     is_local=event.stream.sender.carrier != draft_pb2.CARRIER_BYTES,
                     rates=self._mean_rates,
@@ -179,7 +179,8 @@ class Drafting:
             if session.is_draining:
                 continue
             if session.pace.is_off:
-                self.placement.leave_behind(session)
+                if watches:  # once a step
+                    self.placement.leave_behind(session)
                 if session.closed_ids and session.has_room:
                     self._sender.send_closed(session, store)
             elif session.has_room:
@@ -191,7 +192,8 @@ class Drafting:
         for session in self._sessions.values():
             session.give_up_early()
         self._sender.note_rows(requests)
-        self._num_decoding = sum(request.is_decoding for request in requests)
+        self._num_running = len(requests)
+        self._wants_drafts = any(request.num_speculative_tokens > 0 for request in requests)
 
     def announce(
         self,
@@ -204,14 +206,16 @@ class Drafting:
         The device writes the step's features to the send buffer, so that the step's message does not wait for the
         device. `drawn`: the tokens of `rows`, on the device.
         """
-        verified = {one.request: (place, one) for place, one in enumerate(rows) if one.is_decoding}
         begun: dict[DraftSession, EarlyFeatures] = {}
+        sessions = [one for one in self._sessions.values() if not one.is_draining and one.is_counted_on]
+        if not sessions:
+            return begun
+        verified = {one.request: (place, one) for place, one in enumerate(rows) if one.is_decoding}
         try:
-            for session in self._sessions.values():
-                if not session.is_draining and session.is_counted_on:
-                    early = begin_early(session, stores[session.stream.head.kind], verified, drawn)
-                    if early is not None:
-                        begun[session] = early
+            for session in sessions:
+                early = begin_early(session, stores[session.stream.head.kind], verified, drawn)
+                if early is not None:
+                    begun[session] = early
         except BaseException:
             self.commit(begun)
             raise
@@ -238,6 +242,8 @@ class Drafting:
         host_s: float,
         verified: Mapping[DraftsOf, int],
         num_rows: int,
+        num_prompt_rows: int,
+        num_waiting: int,
         landed: float,
         is_beside: bool | None,
     ) -> None:
@@ -245,30 +251,47 @@ class Drafting:
 
         Args:
             has_prompts: Whether the step had rows of prompts, or the host launched a step with such rows before it read
-                this step's tokens. Such a step and the step after it are not counted: their time says nothing about
-                drafts.
+                this step's tokens. The time of such a step and of the next one is longer than that of other steps.
             step_s: Seconds of the step itself, excluding waits, as in `StepTimes`.
             host_s: Seconds of the host before the step, excluding waits, as in `StepTimes`.
             verified: Number of decoding requests in the step, by drafter and received drafts.
             num_rows: Rows of the step.
+            num_prompt_rows: Rows of prompts among them.
+            num_waiting: Waiting requests that have a place among the running ones.
             landed: Monotonic time at which the host had the step's tokens.
             is_beside: Whether the step was launched while another step ran. None if steps never overlap; then the
                 host's time counts.
         """
         self.budget.learn()
         seconds, self._landed = landed - self._landed, landed
-        had_prompts, self._had_prompts = self._had_prompts, has_prompts
-        if has_prompts or had_prompts:
-            return
+        is_slowed, self._had_prompts = has_prompts or self._had_prompts, has_prompts
         pass_s = step_s + host_s if is_beside is None else step_s
-        self.wait_policy.count_step(pass_s)
-        has_drafts = any(count > 0 for _, count in verified)
-        self.budget.budget.count_step(sum(verified.values()), num_rows, pass_s, seconds, has_drafts=has_drafts)
+        budget, num_decoding = self.budget.budget, sum(verified.values())
+        if not is_slowed:
+            self.wait_policy.count_step(pass_s)
+            has_drafts = any(count > 0 for _, count in verified)
+            budget.count_step(num_decoding, num_rows, pass_s, seconds, has_drafts=has_drafts)
+        elif not budget.costs.is_known:
+            return  # the time of the prompts' rows is unknown
+        elif num_prompt_rows > 0:
+            decoding_s = budget.costs.seconds(num_decoding, num_rows - num_prompt_rows) if num_decoding > 0 else 0.0
+            prompts_s = max(0.0, pass_s - decoding_s)
+            seconds, pass_s = seconds - prompts_s, pass_s - prompts_s
+        if not self._wants_drafts:
+            return
         for session in self._sessions.values():
-            session.pace.policy.count(self._step_count(session, seconds, pass_s, verified))
+            step = self._step_count(session, seconds, pass_s, verified, num_waiting, has_prompts=is_slowed)
+            session.pace.policy.count(step)
 
     def _step_count(
-        self, session: DraftSession, seconds: float, pass_s: float, verified: Mapping[DraftsOf, int]
+        self,
+        session: DraftSession,
+        seconds: float,
+        pass_s: float,
+        verified: Mapping[DraftsOf, int],
+        num_waiting: int,
+        *,
+        has_prompts: bool,
     ) -> StepCount:
         """Return the step as the policy of one session's drafter counts it."""
         own = session.pace.calibration
@@ -283,7 +306,7 @@ class Drafting:
             now=self._landed,
             seconds=seconds,
             pass_s=pass_s,
-            requests=max(self._num_decoding, sum(verified.values())),
+            requests=max(self._num_running, sum(verified.values())) + num_waiting,
             drafts=drafts,
             drafted=drafted,
             other_tokens=other_tokens,
@@ -291,6 +314,7 @@ class Drafting:
                 one is not session and one.is_counted_on and bool(one.bindings) for one in self._sessions.values()
             ),
             catches_up=session.catches_up,
+            has_prompts=has_prompts,
         )
 
     def count_by_drafter(self, rows: Sequence[ScheduledRows]) -> Counter[DraftsOf]:

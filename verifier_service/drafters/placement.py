@@ -59,6 +59,8 @@ class Placement:
         They may not if any of them is about to send rows to a drafter: all requests continue or none, so that they stay
         in one batch.
         """
+        if not any(session.is_counted_on or session.takes_more for session in self.sessions.values()):
+            return True
         now = time.monotonic()
         for request in requests:
             binding = self.bindings.get(request)

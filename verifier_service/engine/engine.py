@@ -290,6 +290,8 @@ class Engine:
                 host_s=host_s,
                 verified=step.verified,
                 num_rows=step.num_rows,
+                num_prompt_rows=step.num_prompt_rows,
+                num_waiting=self.scheduler.num_admissible,
                 landed=step.committed_at,
                 is_beside=step.is_beside if self._planner.is_async and step.marks is not None else None,
             )

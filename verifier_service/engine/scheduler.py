@@ -169,6 +169,11 @@ class Scheduler:
         has_room = len(self.running) < min(self._max_num_seqs, self._cache.num_free)
         return has_room and any(not self._waits_for_prompt(request) for request in self.waiting)
 
+    @property
+    def num_admissible(self) -> int:
+        """Return the number of waiting requests that have a place among the running ones."""
+        return min(len(self.waiting), self._max_num_seqs - len(self.running))
+
     def _waits_for_prompt(self, request: Request) -> bool:
         """Return whether another output of the same prompt still computes blocks that the request can share."""
         leader = request.leader

@@ -87,6 +87,11 @@ class Step:
         return not all(row.is_decoding for row in self.rows)
 
     @property
+    def num_prompt_rows(self) -> int:
+        """Return the number of rows of prompts."""
+        return sum(len(row.tokens) for row in self.rows if not row.is_decoding)
+
+    @property
     def is_done(self) -> bool:
         """Return whether the device has finished the step."""
         return self.marks is None or self.marks.drawn.query()

@@ -10,7 +10,7 @@ from draftwire.v1.generate_pb2 import DraftPlan
 from verifier_service.pacing.backlog import Backlog
 from verifier_service.pacing.calibration import Calibration
 from verifier_service.pacing.policy import DraftingPolicy
-from verifier_service.pacing.step_costs import Profile
+from verifier_service.pacing.step_costs import Profile, StepCosts
 
 # Smoothing of answer times and of their deviations, and number of deviations in a wait, as in TCP (RFC 6298).
 SMOOTH, SMOOTH_DEVIATION, DEVIATIONS = 1 / 8, 1 / 4, 4.0
@@ -40,7 +40,7 @@ class Pace:
         self,
         max_drafts: int,
         deadline_s: float | None,
-        profile: Profile | None = None,
+        costs: StepCosts | None = None,
         *,
         is_adaptive: bool = False,
         is_local: bool = False,
@@ -50,13 +50,14 @@ class Pace:
         Args:
             max_drafts: Maximum drafts per sequence of configuration and head.
             deadline_s: Maximum wait for drafts in seconds; None for no limit.
-            profile: Measured seconds of passes.
+            costs: Seconds of passes.
             is_adaptive: Whether fewer drafts, or none, are requested if that is faster.
             is_local: Whether features travel through shared memory.
             rates: Conditional acceptance rates of the positions for synthetic acceptance.
         """
         self.calibration = Calibration(max_drafts, rates)
-        self.policy = DraftingPolicy(max_drafts, self.calibration, profile or Profile(), is_adaptive=is_adaptive)
+        costs = costs or StepCosts(Profile())
+        self.policy = DraftingPolicy(max_drafts, self.calibration, costs, is_adaptive=is_adaptive)
         self.backlog = Backlog(is_local=is_local)
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._answer_s = math.nan  # smoothed seconds from a message to its drafts

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verifier_service.pacing.calibration import Calibration
-from verifier_service.pacing.step_costs import Profile
+from verifier_service.pacing.step_costs import StepCosts
 from verifier_service.pacing.throughput import Arm
 
 # The load bucket changes when the number of requests leaves its bounds by this factor.
@@ -29,11 +29,16 @@ MOST_LOST_STEPS, FIRST_STEPS = 4.0, 2
 # Maximum share of the time lost by drafts before they are disabled; minimum and maximum seconds of rest after that.
 LOSS_SHARE = 0.02
 REST_S = (1.0, 30.0)
+# Smoothing of the seconds between passes without drafts.
+GAP_SMOOTH = 1 / 16
+# Smoothing of the share of steps with prompts; bounds of this share for loads without and with prompts.
+PROMPT_SMOOTH, PROMPT_SHARES = 1 / 8, (0.25, 0.5)
 # Maximum number of steps of the trial without drafts, where the time of such steps was not measured at start.
 TRIAL_STEPS = 4 * ENOUGH_ROUNDS
 
+
 class StepCount(NamedTuple):
-    """A step without prompts, as one drafter's policy counts it."""
+    """A step, as one drafter's policy counts it; its times exclude the rows of prompts."""
 
     now: float  # monotonic time at which the host had its tokens
     seconds: float  # since the previous step's tokens
@@ -44,6 +49,7 @@ class StepCount(NamedTuple):
     other_tokens: float  # expected tokens of all other requests in the step
     others_draft: bool  # whether drafts are requested from another drafter
     catches_up: bool  # whether no drafts are requested for this drafter's sequences because they lack rows
+    has_prompts: bool = False  # whether prompts delayed the step
 
 
 @dataclass
@@ -58,6 +64,10 @@ class _Bucket:
     debt_s: float = 0.0  # the same in seconds, with the whole time of stalls
     steps: int = 0  # counted at this load
 
+    def settle(self) -> None:
+        """Forget what drafts have lost."""
+        self.lost_steps = self.debt_steps = self.debt_s = 0.0
+
 
 class DraftingPolicy:
     """Chooses whether one drafter drafts, by load bucket.
@@ -66,15 +76,18 @@ class DraftingPolicy:
     The rest is long enough that the loss is a small share of the time.
     """
 
-    def __init__(self, max_drafts: int, calibration: Calibration, profile: Profile, *, is_adaptive: bool) -> None:
+    def __init__(self, max_drafts: int, calibration: Calibration, costs: StepCosts, *, is_adaptive: bool) -> None:
         """Each request gets up to `max_drafts` drafts, always unless `is_adaptive`."""
         self.is_adaptive = is_adaptive
         self._max_drafts = max_drafts
         self._calibration = calibration
-        self._profile = profile
+        self._costs = costs
+        self._gap_s = 0.0  # smoothed seconds between passes without drafts
         self._size = 0  # bit length of the load bucket's number of requests
         self._bucket = self._new_bucket(is_off=False)
-        self._buckets: dict[tuple[int, bool], _Bucket] = {}
+        self._buckets: dict[tuple[int, bool, bool], _Bucket] = {}
+        self._prompt_share = 0.0  # smoothed share of steps with prompts
+        self._has_prompts = False  # whether the load has prompts in most steps
         self._trial_left = 0  # remaining steps of a trial without drafts
         self._round = Arm()  # since the last step that had drafts
         self._had_drafts = True  # whether the previous step had drafts
@@ -101,8 +114,13 @@ class DraftingPolicy:
         """Count a step, and decide about drafts for later steps."""
         if step.requests == 0:
             return
+        self._prompt_share += PROMPT_SMOOTH * (step.has_prompts - self._prompt_share)
+        had_prompts = self._has_prompts
+        self._has_prompts = self._prompt_share > PROMPT_SHARES[not had_prompts]
+        if step.has_prompts and not self._has_prompts:
+            return
         self._last = step
-        self._turn_to(step)
+        self._turn_to(step, had_prompts=had_prompts)
         self._measure(step)
         bucket = self._bucket
         bucket.steps += 1
@@ -119,10 +137,14 @@ class DraftingPolicy:
     def speed_without(self) -> float:
         """Return tokens per second of one request without drafts at this load; 0 if unknown."""
         arm, step = self._bucket.arms[0], self._last
-        if arm.rounds >= ENOUGH_ROUNDS:
+        is_predicted = step is not None and not step.others_draft and self._costs.is_known
+        # With prompts the requests of measured steps were fewer than those that will run without drafts.
+        if arm.rounds >= ENOUGH_ROUNDS and not (is_predicted and self._has_prompts):
             return arm.speed(1.0)
-        pass_s = None if step is None or step.others_draft else self._profile.seconds(step.requests, step.requests)
-        return 0.0 if pass_s is None else 1.0 / pass_s
+        if step is None or not is_predicted:
+            return 0.0
+        seconds = self._costs.seconds(step.requests, step.requests) + self._gap_s
+        return 1.0 / seconds if seconds > 0.0 else 0.0
 
     def speeds(self) -> list[float]:
         """Return tokens per second of one request with 0, 1, .. drafts at this load; 0 for unmeasured numbers."""
@@ -133,18 +155,38 @@ class DraftingPolicy:
     def _new_bucket(self, *, is_off: bool) -> _Bucket:
         return _Bucket([Arm() for _ in range(self._max_drafts + 1)], is_off)
 
-    def _turn_to(self, step: StepCount) -> None:
-        """Switch to the bucket of the step's load; a new bucket starts as a copy of the last."""
+    def _turn_to(self, step: StepCount, *, had_prompts: bool) -> None:
+        """Switch to the bucket of the step's load.
+
+        A new bucket starts with the decision of the last one, unless only one of the two has prompts: prompts that
+        arrive together say nothing about the steps after them.
+        """
         low, high = 2 ** max(self._size - 1, 0), 2**self._size - 1
         if not low / STICKY <= step.requests <= high * STICKY:
             self._size = step.requests.bit_length()
-        before, key = self._bucket, (self._size, step.others_draft)
+        before, key = self._bucket, (self._size, step.others_draft, self._has_prompts)
         if key not in self._buckets:
-            bucket = self._buckets[key] = self._new_bucket(is_off=before.is_off)
+            bucket = self._buckets[key] = self._new_bucket(is_off=before.is_off and self._has_prompts == had_prompts)
             bucket.rest_until = before.rest_until
-        self._bucket = self._buckets[key]
-        if self._bucket is not before:
+        self._bucket = bucket = self._buckets[key]
+        if self._has_prompts != had_prompts:
+            self._join(bucket, self._buckets.get((self._size, step.others_draft, had_prompts)))
+        if bucket is not before:
             self._trial_left, self._round, self._had_drafts = 0, Arm(), True
+
+    def _join(self, bucket: _Bucket, other: _Bucket | None) -> None:
+        """Enter a bucket from the bucket `other` of the same number of requests; just one of them has prompts.
+
+        When prompts begin, the decision without prompts continues, because drafts gain less beside prompts. When
+        prompts end, drafts that are disabled stay so for the longer of both rests.
+        """
+        if other is None:
+            return
+        if self._has_prompts:
+            bucket.is_off, bucket.rest_until = other.is_off, other.rest_until
+            bucket.settle()
+        elif bucket.is_off and other.is_off:
+            bucket.rest_until = max(bucket.rest_until, other.rest_until)
 
     def _measure(self, step: StepCount) -> None:
         """Add the step to its arm."""
@@ -153,6 +195,8 @@ class DraftingPolicy:
             # A trial's steps would wait for messages to drafters, which are not sent while drafts are off.
             is_alone = self._trial_left > 0 and not step.others_draft
             if not self._had_drafts:
+                if not is_alone:
+                    self._gap_s += GAP_SMOOTH * (max(0.0, step.seconds - step.pass_s) - self._gap_s)
                 seconds = step.pass_s if is_alone else step.seconds
                 bucket.arms[0].add(0.0, step.other_tokens, step.requests * seconds)
             self._round = Arm()
@@ -181,7 +225,8 @@ class DraftingPolicy:
 
     def _take_up(self) -> None:
         bucket = self._bucket
-        bucket.is_off, bucket.lost_steps, bucket.debt_steps, bucket.debt_s = False, 0.0, 0.0, 0.0
+        bucket.is_off = False
+        bucket.settle()
         bucket.arms[self._max_drafts] = self._round = Arm()
 
     def _give_up(self, now: float) -> None:
