@@ -137,7 +137,7 @@ def test_a_few_steps_with_prompts_do_not_count():
     assert set(rounds.asked) == {K}
 
 
-def test_after_prompts_disabled_drafts_rest_for_the_longer_of_both_rests():
+def test_after_prompts_the_longer_of_both_rests_counts():
     rounds = Rounds(*FAR, profile=TABLE)
     rounds.run(1.0)
     rounds.has_prompts = True
