@@ -301,7 +301,8 @@ class Drafting:
             if calibration is own and count == drafts > 0:
                 drafted += sequences
             else:
-                other_tokens += sequences * (1.0 if calibration is None else calibration.expected_tokens()[count])
+                expected = 1.0 if calibration is None or count == 0 else calibration.expected_tokens()[count]
+                other_tokens += sequences * expected
         return StepCount(
             now=self._landed,
             seconds=seconds,

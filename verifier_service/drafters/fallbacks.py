@@ -15,13 +15,16 @@ def cause_name(cause: Cause) -> str:
     return pb.FallbackCause.Name(cause).removeprefix("FALLBACK_CAUSE_").lower()
 
 
-def bound_cause(binding: Binding) -> Cause:
-    """Return why a request with a drafter has no drafts in its next step."""
-    session = binding.session
+def session_cause(session: DraftSession) -> Cause | None:
+    """Return why none of a drafter's requests has drafts in its next step; None if the cause differs by request."""
     if session.is_late:
         return pb.FALLBACK_CAUSE_LATE
-    if session.pace.is_off:
-        return pb.FALLBACK_CAUSE_PACE
+    return pb.FALLBACK_CAUSE_PACE if session.pace.is_off else None
+
+
+def bound_cause(binding: Binding) -> Cause:
+    """Return why a request with a drafter has no drafts in its next step, if its drafter has no `session_cause`."""
+    session = binding.session
     if binding.asked_length == len(binding.request.tokens):
         return pb.FALLBACK_CAUSE_EMPTY_ANSWER
     is_new = binding.sequence_id != 0 and binding.asked_length == 0  # only rows were sent so far

@@ -9,7 +9,7 @@ from draftwire.v1 import generate_pb2
 from verifier_service.core.batch import ScheduledRows
 from verifier_service.core.request import Request
 from verifier_service.drafters.breaker import Circuit
-from verifier_service.drafters.fallbacks import Cause, bound_cause, unbound_cause
+from verifier_service.drafters.fallbacks import Cause, bound_cause, session_cause, unbound_cause
 from verifier_service.drafters.features import FeatureKind, FeatureStore
 from verifier_service.drafters.session import LOST_AFTER_S, Binding, DraftSession
 from verifier_service.drafters.stream import Stream
@@ -89,19 +89,28 @@ class Placement:
         """Return why decoding requests have no drafts in the step that was just scheduled."""
         if not requests:
             return []
-        # Most requests fit every drafter, and have one cause.
+        # Most requests of a drafter, or without one, have one cause.
+        session_causes = {session: session_cause(session) for session in self.sessions.values()}
         fitting_rows = min((session.stream.head.max_model_len for session in self.sessions.values()), default=0)
         fitting_cause = unbound_cause(fitting_rows, self.sessions.values())
-        return [self._fallback_cause(request, fitting_rows, fitting_cause) for request in requests]
+        return [self._fallback_cause(request, session_causes, fitting_rows, fitting_cause) for request in requests]
 
-    def _fallback_cause(self, request: Request, fitting_rows: int, fitting_cause: Cause) -> Cause:
+    def _fallback_cause(
+        self,
+        request: Request,
+        session_causes: Mapping[DraftSession, Cause | None],
+        fitting_rows: int,
+        fitting_cause: Cause,
+    ) -> Cause:
         """`fitting_cause` is that of requests with at most `fitting_rows` feature rows and without a place."""
         if request.num_speculative_tokens == 0:
             return generate_pb2.FALLBACK_CAUSE_NOT_ASKED
         if request.num_drafts_wanted == 0:
             return generate_pb2.FALLBACK_CAUSE_LAST_TOKEN
-        if request in self.bindings:
-            return bound_cause(self.bindings[request])
+        binding = self.bindings.get(request)
+        if binding is not None:
+            cause = session_causes[binding.session]
+            return bound_cause(binding) if cause is None else cause
         if request in self._expelled:
             return generate_pb2.FALLBACK_CAUSE_EXPELLED
         if request in self._reopen:

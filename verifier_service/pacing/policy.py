@@ -215,7 +215,9 @@ class DraftingPolicy:
         bucket, without = self._bucket, self.speed_without()
         if without == 0.0 or bucket.is_off or bucket.steps < FIRST_STEPS:
             return
-        tokens = step.drafted * self._calibration.expected_tokens()[step.drafts] + step.other_tokens
+        tokens = step.other_tokens
+        if step.drafted > 0:
+            tokens += step.drafted * self._calibration.expected_tokens()[step.drafts]
         lost_steps = step.seconds * without - tokens / step.requests
         counted = min(lost_steps, MOST_LOST_STEPS)
         if (self.num_drafts > 0 or step.drafts > 0) and not step.catches_up:
