@@ -70,7 +70,7 @@ class _Bucket:
 
 
 class DraftingPolicy:
-    """Chooses whether one drafter drafts, by load bucket.
+    """Chooses whether one drafter drafts, by load bucket: the number of requests, and whether most steps have prompts.
 
     Drafts are requested at first. Drafts that cost more than they gain are disabled for a rest, and then tried again.
     The rest is long enough that the loss is a small share of the time.
