@@ -1,8 +1,8 @@
 """Whether drafts are requested from a drafter: where they raise the measured throughput at the current load.
 
-The decision depends on times, on the number of running requests and on the acceptance of earlier drafts. It is fixed
-before the drafts exist, and is independent of their values and of the distribution that they are sampled from. So the
-acceptance tests are exact for any decision of this module. How many of the received drafts are verified is decided by
+The decision depends on times, on the number of requests and on the acceptance of earlier drafts. It is fixed before the
+drafts exist, and is independent of their values and of the distribution that they are sampled from. So the acceptance
+tests are exact for any decision of this module. How many of the received drafts are verified is decided by
 `pacing.budget`.
 """
 
@@ -31,8 +31,8 @@ LOSS_SHARE = 0.02
 REST_S = (1.0, 30.0)
 # Smoothing of the seconds between passes without drafts.
 GAP_SMOOTH = 1 / 16
-# Smoothing of the share of steps with prompts; bounds of this share for loads without and with prompts.
-PROMPT_SMOOTH, PROMPT_SHARES = 1 / 8, (0.25, 0.5)
+# Smoothing of the share of steps with prompts. A load has prompts from the larger share on, until the smaller one.
+PROMPT_SMOOTH, LEAST_PROMPT_SHARE, PROMPT_SHARE = 1 / 8, 0.25, 0.5
 # Maximum number of steps of the trial without drafts, where the time of such steps was not measured at start.
 TRIAL_STEPS = 4 * ENOUGH_ROUNDS
 
@@ -116,7 +116,7 @@ class DraftingPolicy:
             return
         self._prompt_share += PROMPT_SMOOTH * (step.has_prompts - self._prompt_share)
         had_prompts = self._has_prompts
-        self._has_prompts = self._prompt_share > PROMPT_SHARES[not had_prompts]
+        self._has_prompts = self._prompt_share > (LEAST_PROMPT_SHARE if had_prompts else PROMPT_SHARE)
         if step.has_prompts and not self._has_prompts:
             return
         self._last = step
