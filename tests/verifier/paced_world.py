@@ -183,7 +183,7 @@ class World:
 
     @property
     def num_admissible(self) -> int:
-        """Return the number of waiting requests that have a place."""
+        """Return the number of waiting requests that can be admitted."""
         return 0
 
     def rate_without(self) -> float:

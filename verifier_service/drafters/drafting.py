@@ -87,7 +87,7 @@ class Drafting:
         self._sender = StepSender(config, times, self.wait_policy)
         self._pinned_drafts: int | None = None
         self._num_running = 0  # requests at the last flush
-        self._wants_drafts = False  # whether one of them wants drafts
+        self._wants_drafts = False  # whether any of these requests wants drafts
         self._had_prompts = True  # whether the last counted step had prompts
         self._landed = 0.0  # monotonic time at which the host had the last step's tokens
 
@@ -251,13 +251,13 @@ class Drafting:
 
         Args:
             has_prompts: Whether the step had rows of prompts, or the host launched a step with such rows before it read
-                this step's tokens. The time of such a step and of the next one is longer than that of other steps.
+                this step's tokens.
             step_s: Seconds of the step itself, excluding waits, as in `StepTimes`.
             host_s: Seconds of the host before the step, excluding waits, as in `StepTimes`.
             verified: Number of decoding requests in the step, by drafter and received drafts.
             num_rows: Rows of the step.
             num_prompt_rows: Rows of prompts among them.
-            num_waiting: Waiting requests that have a place among the running ones.
+            num_waiting: Number of waiting requests that can be admitted.
             landed: Monotonic time at which the host had the step's tokens.
             is_beside: Whether the step was launched while another step ran. None if steps never overlap; then the
                 host's time counts.

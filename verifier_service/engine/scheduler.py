@@ -171,7 +171,7 @@ class Scheduler:
 
     @property
     def num_admissible(self) -> int:
-        """Return the number of waiting requests that have a place among the running ones."""
+        """Return the number of waiting requests that max_num_seqs allows to run."""
         return min(len(self.waiting), self._max_num_seqs - len(self.running))
 
     def _waits_for_prompt(self, request: Request) -> bool:

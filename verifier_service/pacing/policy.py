@@ -29,27 +29,25 @@ MOST_LOST_STEPS, FIRST_STEPS = 4.0, 2
 # Maximum share of the time lost by drafts before they are disabled; minimum and maximum seconds of rest after that.
 LOSS_SHARE = 0.02
 REST_S = (1.0, 30.0)
-# Smoothing of the seconds between passes without drafts.
-GAP_SMOOTH = 1 / 16
-# Smoothing of the share of steps with prompts. A load has prompts from the larger share on, until the smaller one.
+# Smoothing of the share of steps with prompts; a load has prompts from the second bound on, until the first.
 PROMPT_SMOOTH, LEAST_PROMPT_SHARE, PROMPT_SHARE = 1 / 8, 0.25, 0.5
 # Maximum number of steps of the trial without drafts, where the time of such steps was not measured at start.
 TRIAL_STEPS = 4 * ENOUGH_ROUNDS
 
 
 class StepCount(NamedTuple):
-    """A step, as one drafter's policy counts it; its times exclude the rows of prompts."""
+    """A step, as one drafter's policy counts it. Its times exclude those of prompt rows."""
 
     now: float  # monotonic time at which the host had its tokens
     seconds: float  # since the previous step's tokens
     pass_s: float  # seconds of the step's own forward pass and sampling
-    requests: int  # decoding requests, in this step or waiting for another
+    requests: int  # running requests, and waiting requests that can be admitted
     drafts: int  # maximum of drafts received for a sequence of this drafter; 0 if none were received
     drafted: int  # sequences of this drafter that received this maximum
     other_tokens: float  # expected tokens of all other requests in the step
     others_draft: bool  # whether drafts are requested from another drafter
     catches_up: bool  # whether no drafts are requested for this drafter's sequences because they lack rows
-    has_prompts: bool = False  # whether prompts delayed the step
+    has_prompts: bool  # whether this step or the previous one computed prompts
 
 
 @dataclass
@@ -64,13 +62,15 @@ class _Bucket:
     debt_s: float = 0.0  # the same in seconds, with the whole time of stalls
     steps: int = 0  # counted at this load
 
-    def settle(self) -> None:
-        """Forget what drafts have lost."""
+    def reset_losses(self) -> None:
+        """Set the losses to zero."""
         self.lost_steps = self.debt_steps = self.debt_s = 0.0
 
 
 class DraftingPolicy:
-    """Chooses whether one drafter drafts, by load bucket: the number of requests, and whether most steps have prompts.
+    """Decides for each load whether drafts are requested from one drafter.
+
+    A load bucket is a range of numbers of requests, with or without prompts in most steps.
 
     Drafts are requested at first. Drafts that cost more than they gain are disabled for a rest, and then tried again.
     The rest is long enough that the loss is a small share of the time.
@@ -82,12 +82,11 @@ class DraftingPolicy:
         self._max_drafts = max_drafts
         self._calibration = calibration
         self._costs = costs
-        self._gap_s = 0.0  # smoothed seconds between passes without drafts
         self._size = 0  # bit length of the load bucket's number of requests
         self._bucket = self._new_bucket(is_off=False)
         self._buckets: dict[tuple[int, bool, bool], _Bucket] = {}
         self._prompt_share = 0.0  # smoothed share of steps with prompts
-        self._has_prompts = False  # whether the load has prompts in most steps
+        self._has_prompts = False  # whether most recent steps have prompts
         self._trial_left = 0  # remaining steps of a trial without drafts
         self._round = Arm()  # since the last step that had drafts
         self._had_drafts = True  # whether the previous step had drafts
@@ -137,13 +136,11 @@ class DraftingPolicy:
     def speed_without(self) -> float:
         """Return tokens per second of one request without drafts at this load; 0 if unknown."""
         arm, step = self._bucket.arms[0], self._last
-        is_predicted = step is not None and not step.others_draft and self._costs.is_known
-        # With prompts the requests of measured steps were fewer than those that will run without drafts.
-        if arm.rounds >= ENOUGH_ROUNDS and not (is_predicted and self._has_prompts):
+        if arm.rounds >= ENOUGH_ROUNDS:
             return arm.speed(1.0)
-        if step is None or not is_predicted:
+        if step is None or step.others_draft or not self._costs.is_known:
             return 0.0
-        seconds = self._costs.seconds(step.requests, step.requests) + self._gap_s
+        seconds = self._costs.seconds(step.requests, step.requests)
         return 1.0 / seconds if seconds > 0.0 else 0.0
 
     def speeds(self) -> list[float]:
@@ -158,8 +155,9 @@ class DraftingPolicy:
     def _turn_to(self, step: StepCount, *, had_prompts: bool) -> None:
         """Switch to the bucket of the step's load.
 
-        A new bucket starts with the decision of the last one, unless only one of the two has prompts: prompts that
-        arrive together say nothing about the steps after them.
+        A new bucket starts with the decision of the last one, but a bucket without prompts does not take over a
+        decision beside prompts. When prompts begin, the decision without prompts at this number of requests continues,
+        because drafts gain less beside prompts.
         """
         low, high = 2 ** max(self._size - 1, 0), 2**self._size - 1
         if not low / STICKY <= step.requests <= high * STICKY:
@@ -169,24 +167,12 @@ class DraftingPolicy:
             bucket = self._buckets[key] = self._new_bucket(is_off=before.is_off and self._has_prompts == had_prompts)
             bucket.rest_until = before.rest_until
         self._bucket = bucket = self._buckets[key]
-        if self._has_prompts != had_prompts:
-            self._join(bucket, self._buckets.get((self._size, step.others_draft, had_prompts)))
+        without_prompts = self._buckets.get((self._size, step.others_draft, False))
+        if self._has_prompts and not had_prompts and without_prompts is not None:
+            bucket.is_off, bucket.rest_until = without_prompts.is_off, without_prompts.rest_until
+            bucket.reset_losses()
         if bucket is not before:
             self._trial_left, self._round, self._had_drafts = 0, Arm(), True
-
-    def _join(self, bucket: _Bucket, other: _Bucket | None) -> None:
-        """Enter a bucket from the bucket `other` of the same number of requests; just one of them has prompts.
-
-        When prompts begin, the decision without prompts continues, because drafts gain less beside prompts. When
-        prompts end, drafts that are disabled stay so for the longer of both rests.
-        """
-        if other is None:
-            return
-        if self._has_prompts:
-            bucket.is_off, bucket.rest_until = other.is_off, other.rest_until
-            bucket.settle()
-        elif bucket.is_off and other.is_off:
-            bucket.rest_until = max(bucket.rest_until, other.rest_until)
 
     def _measure(self, step: StepCount) -> None:
         """Add the step to its arm."""
@@ -195,8 +181,6 @@ class DraftingPolicy:
             # A trial's steps would wait for messages to drafters, which are not sent while drafts are off.
             is_alone = self._trial_left > 0 and not step.others_draft
             if not self._had_drafts:
-                if not is_alone:
-                    self._gap_s += GAP_SMOOTH * (max(0.0, step.seconds - step.pass_s) - self._gap_s)
                 seconds = step.pass_s if is_alone else step.seconds
                 bucket.arms[0].add(0.0, step.other_tokens, step.requests * seconds)
             self._round = Arm()
@@ -228,7 +212,7 @@ class DraftingPolicy:
     def _take_up(self) -> None:
         bucket = self._bucket
         bucket.is_off = False
-        bucket.settle()
+        bucket.reset_losses()
         bucket.arms[self._max_drafts] = self._round = Arm()
 
     def _give_up(self, now: float) -> None:
